@@ -1,0 +1,254 @@
+"""What the learner and its trainer process say to each other: typed msgpack frames over the child's pipes.
+
+A frame is a 4-byte big-endian length and a msgpack body. The learner sends one request at a time; the child answers
+with any number of `Progress` and then exactly one final reply. No torch here: the learner's API process imports this module.
+
+Log-probabilities are natural, after temperature; token lists are ids; times are seconds.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Literal
+
+import msgspec
+
+FRAME_HEADER = struct.Struct(">I")
+MAX_FRAME_BYTES = 1 << 30
+
+
+class LoraShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Shape and first draw of the adapter; `target_modules` are last name parts such as `q_proj`."""
+
+    rank: int = 16
+    alpha: float = 32.0
+    target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    seed: int = 0
+
+
+class AlgorithmConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Names in the tables of `advantages` and `objectives`.
+
+    With `tis_cap` None the ratio is taken against the behaviour's log-probabilities. With a cap the ratio is taken
+    against the parent version's own ones (one update a step: they are the detached current ones) and each token's term
+    is weighted by min(π/μ, cap), truncated importance sampling.
+    """
+
+    advantage: str = "group_norm"
+    aggregation: str = "sequence_mean"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    kl_coef: float = 0.0
+    tis_cap: float | None = None
+
+
+class OptimizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """AdamW with a constant learning rate; `max_grad_norm` 0 switches clipping off."""
+
+    lr: float = 1e-5
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+
+
+class AqnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Adaptive quantisation noise; see `aqn.sigma_at`. `relative`: σ counts in units of each norm's mean |w|."""
+
+    schedule: Literal["none", "exponential"] = "none"
+    sigma_start: float = 1e-2
+    sigma_end: float = 5e-4
+    stages: int = 10
+    reading: Literal["reaches_end", "paper"] = "reaches_end"
+    relative: bool = False
+    schedule_steps: int = 100
+
+
+class TrainerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything about a run that the trainer needs and that does not change from step to step.
+
+    `token_budget` is the number of prefix-tree tokens in one micro-batch. `cache_dequantized` keeps the base's linear
+    weights dequantised (fp32: 8 times the packed bytes); `activation_checkpointing` recomputes layers in the backward.
+    """
+
+    base: str
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = "cpu"
+    lora: LoraShape = LoraShape()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    aqn: AqnConfig = AqnConfig()
+    temperature: float = 1.0
+    token_budget: int = 4096
+    seed: int = 0
+    cache_dequantized: bool = False
+    activation_checkpointing: bool = False
+
+
+class Rollout(msgspec.Struct, frozen=True):
+    """One sampled completion; `logprobs` are the behaviour's, one a completion token; `version` made it."""
+
+    rollout_id: str
+    completion_ids: list[int]
+    logprobs: list[float]
+    reward: float
+    version: int
+
+
+class Group(msgspec.Struct, frozen=True):
+    """One prompt and its rewarded rollouts."""
+
+    group_id: str
+    prompt_ids: list[int]
+    rollouts: list[Rollout]
+
+
+class Sequence(msgspec.Struct, frozen=True):
+    """A prompt and the completion whose tokens are to be scored."""
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+
+
+class NoiseSpec(msgspec.Struct, frozen=True):
+    """Noise of one version: `sigma` (in units of mean |w| when `relative`) and the seed of z."""
+
+    sigma: float
+    seed: int
+    relative: bool = False
+
+
+class InitVersion(msgspec.Struct, frozen=True, tag=True):
+    """Write version 0 to `out_dir`: a zero adapter (B = 0), or the weights of the PEFT folder `adapter_dir`."""
+
+    run: str
+    config: TrainerConfig
+    out_dir: str
+    adapter_dir: str | None = None
+
+
+class TrainStep(msgspec.Struct, frozen=True, tag=True):
+    """One step from the version in `parent_dir`, written to `out_dir`; `step` is the new version's learner step."""
+
+    run: str
+    config: TrainerConfig
+    step: int
+    parent_dir: str
+    out_dir: str
+    seed: int
+    groups: list[Group]
+
+
+class Score(msgspec.Struct, frozen=True, tag=True):
+    """Log-probabilities of given tokens under a version, at `temperature`; without noise unless `noise` is given."""
+
+    run: str
+    config: TrainerConfig
+    version_dir: str
+    sequences: list[Sequence]
+    temperature: float = 1.0
+    noise: NoiseSpec | None = None
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """First frame of a fresh child."""
+
+    pid: int
+
+
+class Progress(msgspec.Struct, frozen=True, tag=True):
+    """`done` of `total` units of `phase` are finished; `total` 0 when unknown."""
+
+    phase: str
+    done: int
+    total: int
+
+
+class VersionMade(msgspec.Struct, frozen=True, tag=True):
+    """Answer to `InitVersion`: digest (hex) and size of `adapter/adapter_model.safetensors`."""
+
+    adapter_sha256: str
+    adapter_bytes: int
+
+
+class RolloutResult(msgspec.Struct, frozen=True):
+    """What the step did with one rollout: its advantage, mean importance ratio π/μ and share of clipped tokens."""
+
+    rollout_id: str
+    advantage: float
+    mean_ratio: float
+    clipped_share: float
+
+
+class StepResult(msgspec.Struct, frozen=True, tag=True):
+    """Answer to `TrainStep`. `skipped_optimizer`: no group had mixed rewards, the weights are the parent's."""
+
+    metrics: dict[str, float]
+    rollouts: list[RolloutResult]
+    adapter_sha256: str
+    adapter_bytes: int
+    phase_seconds: dict[str, float]
+    skipped_optimizer: bool
+
+
+class Scores(msgspec.Struct, frozen=True, tag=True):
+    """Answer to `Score`: one list a sequence, one number a completion token."""
+
+    logprobs: list[list[float]]
+
+
+class Failure(msgspec.Struct, frozen=True, tag=True):
+    """The request failed and left nothing behind; `kind` is the exception's class name. The child lives on."""
+
+    kind: str
+    message: str
+
+
+Request = InitVersion | TrainStep | Score
+Reply = VersionMade | StepResult | Scores
+Event = Ready | Progress | VersionMade | StepResult | Scores | Failure
+
+_request_decoder = msgspec.msgpack.Decoder(Request)
+_event_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
+_encoder = msgspec.msgpack.Encoder()
+
+
+class FrameError(RuntimeError):
+    """A frame is longer than the limit or does not hold a known message."""
+
+
+def encode_frame(message: Request | Event) -> bytes:
+    """Return header and body of one message; raises `FrameError` beyond `MAX_FRAME_BYTES`."""
+    body = _encoder.encode(message)
+    if len(body) > MAX_FRAME_BYTES:
+        raise FrameError(
+            f"message of {len(body)} bytes exceeds the limit of {MAX_FRAME_BYTES}; send fewer rollouts a step"
+        )
+    return FRAME_HEADER.pack(len(body)) + body
+
+
+def body_length(header: bytes) -> int:
+    """Return the body's length announced by a 4-byte header."""
+    length: int = FRAME_HEADER.unpack(header)[0]
+    if length > MAX_FRAME_BYTES:
+        raise FrameError(
+            f"frame announces {length} bytes, the limit is {MAX_FRAME_BYTES}; the pipe carries something else"
+        )
+    return length
+
+
+def decode_request(body: bytes) -> Request:
+    """Return the request in a frame's body; raises `FrameError` when it holds none."""
+    try:
+        return _request_decoder.decode(body)
+    except msgspec.MsgspecError as error:
+        raise FrameError(f"not a trainer request: {error}") from error
+
+
+def decode_event(body: bytes) -> Event:
+    """Return the event in a frame's body; raises `FrameError` when it holds none."""
+    try:
+        return _event_decoder.decode(body)
+    except msgspec.MsgspecError as error:
+        raise FrameError(f"not a trainer event: {error}") from error
