@@ -1,0 +1,121 @@
+"""RMSNorm whose weight carries the noise of each token's adapter slot.
+
+    y_t = x_t / sqrt(mean(x_t²) + ε) · (w + Z[slot_t + 1])
+
+Z [max_loras + 1, d] is fp32 and its row 0 is zero (slot −1: no adapter), so a token without noise, or with σ = 0, is
+bit-equal to one in a server without noise. Everything is computed in fp32 and cast once: in bf16 a weight near 1
+swallows σ ≤ 1e-3 completely.
+
+Shapes: T tokens, d channels, S = max_loras + 1 slot rows.
+"""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["add_rmsnorm_slots", "rmsnorm", "rmsnorm_slots", "rmsnorm_slots_reference"]
+
+
+def rmsnorm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, noise: torch.Tensor | None = None, *, unit_offset: bool = False
+) -> torch.Tensor:
+    """The differentiable norm of the trainer: x [..., d], weight [d], noise fp32 [d] or [..., d] or None.
+
+    Returns x's shape and dtype. With `unit_offset` it multiplies by 1 + w (Gemma).
+    """
+    scale = weight.float()
+    if noise is not None:
+        scale = scale + noise
+    if unit_offset:
+        scale = scale + 1.0
+    x_fp32 = x.float()
+    inverse_rms = torch.rsqrt(x_fp32.square().mean(dim=-1, keepdim=True) + eps)
+    return (x_fp32 * inverse_rms * scale).to(x.dtype)
+
+
+def rmsnorm_slots_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    noise_table: torch.Tensor,
+    slots: torch.Tensor,
+    eps: float,
+    unit_offset: bool = False,
+) -> torch.Tensor:
+    """The equation in plain torch: x [T, d], weight [d], noise_table fp32 [S, d], slots int [≥ T] with values ≥ −1.
+
+    `slots` may be longer than T: vLLM's buffer is as long as the largest batch, and only its first T entries count.
+    """
+    rows = noise_table.index_select(0, slots[: x.shape[0]].long() + 1)
+    return rmsnorm(x, weight, eps, rows, unit_offset=unit_offset)
+
+
+@torch.library.custom_op("qerld::rmsnorm_slots", mutates_args=())
+def rmsnorm_slots(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    noise_table: torch.Tensor,
+    slots: torch.Tensor,
+    eps: float,
+    unit_offset: bool = False,
+) -> torch.Tensor:
+    """`rmsnorm_slots_reference` as one opaque op, so that compilation and CUDA graphs leave the table to run time."""
+    _check_shapes(x, weight, noise_table, slots)
+    return rmsnorm_slots_reference(x, weight, noise_table, slots, eps, unit_offset)
+
+
+@rmsnorm_slots.register_fake
+def _(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    noise_table: torch.Tensor,
+    slots: torch.Tensor,
+    eps: float,
+    unit_offset: bool = False,
+) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("qerld::add_rmsnorm_slots", mutates_args=())
+def add_rmsnorm_slots(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    noise_table: torch.Tensor,
+    slots: torch.Tensor,
+    eps: float,
+    unit_offset: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(norm(x + residual), x + residual), both [T, d] in x's dtype.
+
+    The sum is rounded to that dtype before the norm, as transformers (the trainer) and vLLM's CUDA kernel do.
+    """
+    _check_shapes(x, weight, noise_table, slots)
+    total = (x.float() + residual.float()).to(x.dtype)
+    return rmsnorm_slots_reference(total, weight, noise_table, slots, eps, unit_offset), total
+
+
+@add_rmsnorm_slots.register_fake
+def _(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    noise_table: torch.Tensor,
+    slots: torch.Tensor,
+    eps: float,
+    unit_offset: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    like = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return like, torch.empty_like(like)
+
+
+def _check_shapes(x: torch.Tensor, weight: torch.Tensor, noise_table: torch.Tensor, slots: torch.Tensor) -> None:
+    tokens, channels = x.shape
+    if weight.shape != (channels,) or noise_table.ndim != 2 or noise_table.shape[1] != channels:
+        raise ValueError(
+            f"weight {tuple(weight.shape)} and noise_table {tuple(noise_table.shape)} must be [{channels}] and "
+            f"[slots, {channels}] for x {tuple(x.shape)}"
+        )
+    if noise_table.dtype != torch.float32:
+        raise ValueError(f"noise_table: must be float32 (bf16 swallows small σ), got {noise_table.dtype}")
+    if slots.ndim != 1 or slots.shape[0] < tokens:
+        raise ValueError(f"slots: must be one-dimensional with at least {tokens} entries, got {tuple(slots.shape)}")
