@@ -73,9 +73,7 @@ _GEMMA = ("Gemma2ForCausalLM", "Gemma3ForCausalLM")
 ARCHITECTURES: dict[str, Architecture] = {
     **{name: Architecture(name) for name in _PLAIN},
     "GemmaForCausalLM": Architecture("GemmaForCausalLM", norm_unit_offset=True),
-    **{
-        name: Architecture(name, pre_mlp_norm="pre_feedforward_layernorm", norm_unit_offset=True) for name in _GEMMA
-    },
+    **{name: Architecture(name, pre_mlp_norm="pre_feedforward_layernorm", norm_unit_offset=True) for name in _GEMMA},
 }
 
 
