@@ -1,19 +1,20 @@
 """The NVFP4 weight format in plain torch.
 
-    w = e2m1 · scale · g      e2m1 ∈ ±{0, .5, 1, 1.5, 2, 3, 4, 6}, one e4m3 scale a block of 16 inputs, one fp32 g a tensor
+    w = e2m1 · scale · g
+    e2m1 ∈ ±{0, .5, 1, 1.5, 2, 3, 4, 6}; scale: one e4m3 number a block of 16 inputs; g: one fp32 number a tensor
 
 e2m1 · scale has at most 6 significant bits and is exact in bf16, so a product with the unscaled weight, multiplied by g
 afterwards, is what the served kernels compute (FP4 Marlin on Hopper).
 
 Scale rules: block scales are 0 or ≥ 2⁻⁶ and never negative. Marlin keeps scales as S0E5M3: it drops their sign and
-flushes those below 2⁻⁶ (after a power-of-two rescale) to zero, so other scales would be served unlike they were trained.
+flushes those below 2⁻⁶ (after a power-of-two rescale) to zero; such scales would be served unlike they were trained.
 
-Shapes: out, in: a linear layer's output and input features. Packed bytes hold two values, the lower index in the low nibble.
+Shapes: out, in: a linear layer's output and input features. A byte holds two values, the lower index in its low nibble.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -70,7 +71,7 @@ class Nvfp4Tensor:
         return self.packed.shape[0], self.packed.shape[1] * 2
 
 
-def global_scale_for(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+def global_scale_for(weights: Iterable[torch.Tensor]) -> torch.Tensor:
     """The float32 [] multiplier shared by a fused group: the largest |w| of all of them maps to 6 · 448.
 
     It is the fp32 reciprocal of an fp32 number, so writing 1 / g and reading it back gives g exactly.
@@ -78,9 +79,10 @@ def global_scale_for(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     Raises:
         QuantizationError: no weights, or a weight is not finite.
     """
-    if not weights:
+    maxima = [weight.detach().abs().max().float().cpu() for weight in weights]
+    if not maxima:
         raise QuantizationError("weights: a fused group needs at least one weight, got none")
-    amax = torch.stack([weight.detach().abs().max().float().cpu() for weight in weights]).max()
+    amax = torch.stack(maxima).max()
     if not torch.isfinite(amax):
         raise QuantizationError(f"weight: must be finite to be quantised, its largest magnitude is {amax.item()}")
     if amax == 0:
@@ -113,11 +115,8 @@ def quantize(weight: torch.Tensor, *, global_scale: torch.Tensor | None = None, 
         scale_codes = _absmax_codes(blocks, g) if search == "absmax" else _searched_codes(blocks, g)
         values = _nearest_e2m1(blocks / _step(scale_codes, g))
         # A block of zeros has scale 0, the only scale below 2⁻⁶ that is allowed.
-        codes[rows] = (
-            torch.where((values == 0).all(dim=1, keepdim=True), 0, scale_codes)
-            .to(torch.uint8)
-            .view(-1, features // BLOCK)
-        )
+        scale_codes = torch.where((values == 0).all(dim=1, keepdim=True), 0, scale_codes)
+        codes[rows] = scale_codes.to(torch.uint8).view(-1, features // BLOCK)
         packed[rows] = pack(values.view(-1, features))
     return Nvfp4Tensor(packed, codes.view(torch.float8_e4m3fn), g)
 

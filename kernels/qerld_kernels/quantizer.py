@@ -1,0 +1,218 @@
+"""Quantises a Hugging Face model folder to NVFP4, tensor by tensor, into a folder that stock vLLM loads.
+
+Written is compressed-tensors' `nvfp4-pack-quantized`, weights only (W4A16). Linear layers of the decoder are quantised;
+embeddings, norms, biases and lm_head are copied. Memory is bounded by the largest linear layer, not by a shard.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qerld_kernels.checkpoint import CheckpointReader
+from qerld_kernels.errors import QuantizationError
+from qerld_kernels.nvfp4 import BLOCK, Search, global_scale_for, quantize
+from qerld_kernels.safetensors_io import ShardWriter, nbytes_of, read_bytes
+
+__all__ = ["Progress", "quantization_config", "quantize_checkpoint"]
+
+Progress = Callable[[int, int, str], None]
+"""Called with (bytes of the source done, bytes in all, tensor name) after each tensor."""
+
+_SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".md")
+_NOT_COPIED = ("config.json", "model.safetensors.index.json")
+
+_Entries = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+def quantization_config() -> dict[str, Any]:
+    """The `quantization_config` of config.json: compressed-tensors NVFP4 weights, activations untouched."""
+    weights = {
+        "num_bits": 4,
+        "type": "float",
+        "strategy": "tensor_group",
+        "group_size": BLOCK,
+        "symmetric": True,
+        "dynamic": False,
+    }
+    name = "nvfp4-pack-quantized"
+    group = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": None,
+        "output_activations": None,
+        "format": name,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": name,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+    }
+
+
+def quantize_checkpoint(model: Path, out: Path, *, search: Search = "mse", progress: Progress | None = None) -> None:
+    """Quantise the folder `model` into the new or empty folder `out`, which appears complete or not at all.
+
+    Raises:
+        CheckpointError: `model` cannot be read (see `CheckpointReader`).
+        QuantizationError: `out` is in use, the model is already quantised, a layer's shape or dtype does not fit,
+            a weight is not finite, or the disk is too small.
+        OSError: writing failed; `out` is left as it was.
+    """
+    reader = CheckpointReader(model)
+    _check_source(reader)
+    _check_target(out)
+    plans = {path: _entries(reader, list(infos)) for path, infos in reader.shards.items()}
+    _check_disk(out, sum(nbytes_of(*entry) for plan in plans.values() for entry in plan.values()))
+    with _appearing_folder(out) as folder:
+        _copy_files(reader, folder)
+        _write_shards(reader, folder, plans, search, progress)
+        _write_index(folder, plans)
+
+
+def _check_source(reader: CheckpointReader) -> None:
+    if reader.layout != "plain":
+        raise QuantizationError(f"{reader.folder}: is already quantised ({reader.layout}); give the unquantised model")
+    for name in reader.linear_names:
+        info = reader.info(f"{name}.weight")
+        if info.dtype not in _SOURCE_DTYPES:
+            raise QuantizationError(
+                f"{name}.weight: dtype must be bf16, fp16 or fp32 to be quantised, got {info.dtype}"
+            )
+        if len(info.shape) != 2 or info.shape[1] % BLOCK:
+            raise QuantizationError(
+                f"{name}.weight: must be [out, in] with in a multiple of {BLOCK}, got {list(info.shape)}"
+            )
+
+
+def _check_target(out: Path) -> None:
+    if out.exists() and not out.is_dir():
+        raise QuantizationError(f"{out}: is not a folder; give a new or an empty one")
+    if out.is_dir() and any(out.iterdir()):
+        count = sum(1 for _ in out.iterdir())
+        raise QuantizationError(f"{out}: is not empty ({count} entries); give a new or an empty folder, or remove them")
+
+
+def _check_disk(out: Path, needed: int) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(out.parent).free
+    if free < needed:
+        raise QuantizationError(
+            f"{out}: needs {needed / 1e9:.2f} GB, its disk has {free / 1e9:.2f} GB free; "
+            "free some or give a folder on another disk"
+        )
+
+
+def _entries(reader: CheckpointReader, names: list[str]) -> _Entries:
+    """What one source shard becomes: name → (dtype, shape), in writing order."""
+    linears = set(reader.linear_names)
+    entries: _Entries = {}
+    for name in names:
+        info, module = reader.info(name), name.removesuffix(".weight")
+        if module not in linears or not name.endswith(".weight"):
+            entries[name] = (info.dtype, info.shape)
+            continue
+        out, features = info.shape
+        entries[f"{module}.weight_packed"] = (torch.uint8, (out, features // 2))
+        entries[f"{module}.weight_scale"] = (torch.float8_e4m3fn, (out, features // BLOCK))
+        entries[f"{module}.weight_global_scale"] = (torch.float32, (1,))
+    return entries
+
+
+def _write_shards(
+    reader: CheckpointReader, folder: Path, plans: dict[Path, _Entries], search: Search, progress: Progress | None
+) -> None:
+    groups = {name: group for group in reader.architecture.groups(reader.layers) for name in group}
+    shared: dict[tuple[str, ...], torch.Tensor] = {}
+    total = sum(info.end - info.start for info in reader.infos.values())
+    done = 0
+    for path, entries in plans.items():
+        with ShardWriter(folder / path.name, entries) as writer:
+            for name, info in reader.shards[path].items():
+                module = name.removesuffix(".weight")
+                if name in entries:
+                    writer.write(name, read_bytes(info))
+                else:
+                    group = groups[module]
+                    if group not in shared:
+                        shared[group] = _group_scale(reader, group)
+                    _write_linear(writer, module, reader.tensor(name), shared[group], search)
+                done += info.end - info.start
+                if progress is not None:
+                    progress(done, total, name)
+
+
+def _group_scale(reader: CheckpointReader, group: tuple[str, ...]) -> torch.Tensor:
+    """The global scale of a fused group, holding one member at a time."""
+    return global_scale_for(reader.tensor(f"{name}.weight") for name in group)
+
+
+def _write_linear(writer: ShardWriter, module: str, weight: torch.Tensor, g: torch.Tensor, search: Search) -> None:
+    try:
+        quantised = quantize(weight, global_scale=g, search=search)
+    except QuantizationError as error:
+        raise QuantizationError(f"{module}.{error}") from error
+    writer.write(f"{module}.weight_packed", quantised.packed)
+    writer.write(f"{module}.weight_scale", quantised.scale)
+    writer.write(f"{module}.weight_global_scale", (1.0 / quantised.global_scale).reshape(1))
+
+
+def _copy_files(reader: CheckpointReader, folder: Path) -> None:
+    """Tokenizer, generation settings, chat template, licence; and config.json with the quantisation added."""
+    for path in sorted(reader.folder.iterdir()):
+        wanted = path.suffix in _COPIED_SUFFIXES or path.name.startswith(("LICENSE", "NOTICE"))
+        if path.is_file() and wanted and path.name not in _NOT_COPIED:
+            shutil.copyfile(path, folder / path.name)
+    _write_json(folder / "config.json", {**reader.config, "quantization_config": quantization_config()})
+
+
+def _write_index(folder: Path, plans: dict[Path, _Entries]) -> None:
+    if len(plans) == 1 and next(iter(plans)).name == "model.safetensors":
+        return
+    weight_map = {name: path.name for path, entries in plans.items() for name in entries}
+    size = sum(nbytes_of(*entry) for entries in plans.values() for entry in entries.values())
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    _write_json(folder / "model.safetensors.index.json", index)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def _appearing_folder(out: Path) -> Iterator[Path]:
+    """A folder beside `out` that becomes `out` at the end, or vanishes when the body fails."""
+    aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
+    try:
+        aside.chmod(0o755)  # mkdtemp makes it private; the served model is read by other users
+        yield aside
+        try:
+            aside.rename(out)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                raise QuantizationError(f"{out}: was filled by someone else meanwhile; give another folder") from error
+            raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    descriptor = os.open(out.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
