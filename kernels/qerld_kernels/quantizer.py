@@ -6,13 +6,9 @@ embeddings, norms, biases and lm_head are copied. Memory is bounded by the large
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +16,7 @@ import torch
 
 from qerld_kernels.checkpoint import CheckpointReader
 from qerld_kernels.errors import QuantizationError
+from qerld_kernels.folders import appearing_folder
 from qerld_kernels.nvfp4 import BLOCK, Search, global_scale_for, quantize
 from qerld_kernels.safetensors_io import ShardWriter, nbytes_of, read_bytes
 
@@ -77,7 +74,7 @@ def quantize_checkpoint(model: Path, out: Path, *, search: Search = "mse", progr
     _check_target(out)
     plans = {path: _entries(reader, list(infos)) for path, infos in reader.shards.items()}
     _check_disk(out, sum(nbytes_of(*entry) for plan in plans.values() for entry in plan.values()))
-    with _appearing_folder(out) as folder:
+    with appearing_folder(out) as folder:
         _copy_files(reader, folder)
         _write_shards(reader, folder, plans, search, progress)
         _write_index(folder, plans)
@@ -189,30 +186,4 @@ def _write_index(folder: Path, plans: dict[Path, _Entries]) -> None:
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-@contextmanager
-def _appearing_folder(out: Path) -> Iterator[Path]:
-    """A folder beside `out` that becomes `out` at the end, or vanishes when the body fails."""
-    aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
-    try:
-        aside.chmod(0o755)  # mkdtemp makes it private; the served model is read by other users
-        yield aside
-        try:
-            aside.rename(out)
-        except OSError as error:
-            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-                raise QuantizationError(f"{out}: was filled by someone else meanwhile; give another folder") from error
-            raise
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    descriptor = os.open(out.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    path.write_text(json.dumps(value, indent=2) + "\n", "utf-8")

@@ -7,7 +7,6 @@ eight bytes of little-endian header length, a JSON header {name: {dtype, shape, 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -123,7 +122,7 @@ def read_bytes(info: TensorInfo) -> Iterator[bytes]:
 class ShardWriter:
     """Writes one safetensors file whose tensors' dtypes and shapes are known before their values.
 
-    `write` must be called once for each entry, in the order of `entries`; `with` syncs the file to disk at its end.
+    `write` must be called once for each entry, in the order of `entries`.
     """
 
     def __init__(self, path: Path, entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
@@ -157,9 +156,6 @@ class ShardWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._file is not None
-        with self._file as file:
-            if kind is None:
-                file.flush()
-                os.fsync(file.fileno())
+        self._file.close()
         if kind is None and self._pending:
             raise ValueError(f"{len(self._pending)} tensors were not written, among them {self._pending[-1][0]}")

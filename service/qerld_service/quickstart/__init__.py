@@ -1,0 +1,1 @@
+"""`qerld quickstart`: the whole loop on a small real model."""
