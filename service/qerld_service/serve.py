@@ -1,0 +1,188 @@
+"""`qerld serve`: learner and policy server on one machine, supervised."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from qerld_service import flags
+from qerld_service.supervise import ChildGaveUpError, ChildSpec, RestartPolicy, Supervisor
+
+
+class ServeSettings(BaseSettings):
+    """Settings of `qerld serve`; those of the two roles pass through `learner` and `policy`."""
+
+    model_config = SettingsConfigDict(env_prefix="QERLD_SERVE_", extra="forbid", env_nested_delimiter="__")
+
+    model: Path = Field(description="Folder of the base model (Hugging Face layout, NVFP4 or bf16).")
+    state_dir: Path = Field(
+        Path("runs/serve"), description="Folder of the store, the policy versions and downloaded adapters."
+    )
+    host: str = Field("127.0.0.1", description="Address that the public gRPC endpoint binds to.")
+    port: int = Field(50051, ge=0, le=65535, description="Port of the public gRPC endpoint; 0 takes a free one.")
+    openai_port: int = Field(
+        8000, ge=0, le=65535, description="Port of the OpenAI endpoint, on loopback; 0 takes a free one."
+    )
+    learner_metrics_port: int = Field(
+        9464, ge=0, le=65535, description="Port of the learner's Prometheus metrics; 0 takes a free one."
+    )
+    policy_metrics_port: int = Field(
+        9465, ge=0, le=65535, description="Port of the policy server's Prometheus metrics; 0 takes a free one."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where both roles compute; auto asks nvidia-smi.")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="Number format of activations; auto is float32 on the CPU and bfloat16 on a GPU."
+    )
+    ready_file: Path | None = Field(None, description="File that gets the ports, as JSON, once both roles serve.")
+    restart_delay: float = Field(1.0, gt=0, description="Seconds before a dead child is started again; doubles up to 30.")
+    quick_deaths: int = Field(5, ge=1, description="Quick deaths in a row of one child after which serve gives up.")
+    stop_grace: float = Field(20.0, ge=0, description="Seconds between SIGTERM and SIGKILL when children are stopped.")
+    learner: dict[str, Any] = Field(
+        default_factory=dict, description="Further settings of the learner (see `qerld config learner`); repeatable."
+    )
+    policy: dict[str, Any] = Field(
+        default_factory=dict, description="Further settings of the policy server (see `qerld config policy`); repeatable."
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="qerld serve",
+        description="Start learner and policy server on this machine. A child that dies is started again; after repeated "
+        "quick deaths the command ends with status 1 and the end of that child's log. SIGTERM or Ctrl-C stops all.",
+    )
+    flags.add_flags(parser, ServeSettings)
+    settings = flags.parsed(ServeSettings, parser, argv)
+    if not (settings.model / "config.json").is_file():
+        parser.error(
+            f"model: {settings.model} holds no config.json; give a model folder (`qerld quantize` makes one, "
+            "`qerld doctor --model FOLDER` checks one)"
+        )
+    try:
+        asyncio.run(serve(settings))
+    except ChildGaveUpError as error:
+        sys.stderr.write(f"qerld serve: {error}\n")
+        return 1
+    return 0
+
+
+async def serve(settings: ServeSettings) -> None:
+    """Run both roles until SIGTERM or SIGINT; raises ChildGaveUpError."""
+    policy = RestartPolicy(
+        first_delay=settings.restart_delay, quick_deaths=settings.quick_deaths, stop_grace=settings.stop_grace
+    )
+    supervisor = Supervisor(child_specs(settings), policy, say)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, supervisor.stop)
+    announcer = asyncio.create_task(announce(settings, supervisor))
+    try:
+        await supervisor.run()
+    finally:
+        announcer.cancel()
+        if settings.ready_file is not None:
+            settings.ready_file.unlink(missing_ok=True)
+    say("serve", "stopped")
+
+
+async def announce(settings: ServeSettings, supervisor: Supervisor) -> None:
+    """Say once where both roles serve, and write the ready file."""
+    ready = await supervisor.all_ready()
+    learner, policy = ready["learner"], ready["policy"]
+    info = {
+        "target": f"{reachable(settings.host)}:{learner['port']}",
+        "port": learner["port"],
+        "learner_metrics_port": learner.get("metrics_port"),
+        "openai_port": policy.get("openai_port"),
+        "policy_metrics_port": policy.get("metrics_port"),
+        "pids": {name: child.process.pid for name, child in supervisor.children.items() if child.process},
+    }
+    if settings.ready_file is not None:
+        write_json(settings.ready_file, info)
+    say("serve", f"ready: gRPC {info['target']}, OpenAI http://127.0.0.1:{info['openai_port']}/v1 (Ctrl-C stops)")
+
+
+def child_specs(settings: ServeSettings) -> list[ChildSpec]:
+    """Commands of both roles. Free ports are chosen here, so that a restarted child comes back where it was."""
+    state = settings.state_dir.resolve()
+    ready = state / "ready"
+    ready.mkdir(parents=True, exist_ok=True)
+    device = ("cuda" if has_gpu() else "cpu") if settings.device == "auto" else settings.device
+    dtype = ("bfloat16" if device == "cuda" else "float32") if settings.dtype == "auto" else settings.dtype
+    port = settings.port or free_port()
+    learner = {
+        "model": settings.model.resolve(),
+        "state_dir": state / "learner",
+        "host": settings.host,
+        "port": port,
+        "metrics_port": settings.learner_metrics_port or free_port(),
+        "device": device,
+        "dtype": dtype,
+        **settings.learner,
+    }
+    policy = {
+        "model": settings.model.resolve(),
+        "learner": f"{reachable(settings.host)}:{port}",
+        "port": free_port(),
+        "openai_port": settings.openai_port or free_port(),
+        "metrics_port": settings.policy_metrics_port or free_port(),
+        "cache_dir": state / "policy",
+        "dtype": dtype,
+        **settings.policy,
+    }
+    return [
+        child("learner", "qerld_learner", learner, ready),
+        child("policy", "qerld_service.policy", policy, ready),
+    ]
+
+
+def child(name: str, module: str, values: dict[str, Any], ready: Path) -> ChildSpec:
+    ready_file = ready / f"{name}.json"
+    command = [sys.executable, "-m", module, "--ready-file", str(ready_file)]
+    for key, value in values.items():
+        command += [f"--{key.replace('_', '-')}", str(value)]
+    return ChildSpec(name, tuple(command), ready_file)
+
+
+def has_gpu() -> bool:
+    """Whether nvidia-smi lists a GPU; torch is not asked, importing it takes seconds."""
+    tool = shutil.which("nvidia-smi")
+    return tool is not None and subprocess.run([tool, "-L"], capture_output=True, check=False).stdout.startswith(b"GPU")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        number: int = probe.getsockname()[1]
+        return number
+
+
+def reachable(host: str) -> str:
+    """The address by which this machine reaches what binds to `host`."""
+    return "127.0.0.1" if host in ("0.0.0.0", "::", "[::]") else host  # noqa: S104
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON so that a reader never sees half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.write_text(json.dumps(value, indent=1) + "\n")
+    aside.replace(path)
+
+
+def say(name: str, line: str) -> None:
+    sys.stdout.write(f"{name:>7} | {line}\n")
+    sys.stdout.flush()
