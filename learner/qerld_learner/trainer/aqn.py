@@ -26,7 +26,7 @@ def check(config: AqnConfig) -> None:
         )
     if not 0 < config.sigma_end <= config.sigma_start:
         raise AqnConfigError(
-            f"aqn.sigma_end must be in (0, sigma_start = {config.sigma_start}], got {config.sigma_end}; the schedule decays"
+            f"aqn.sigma_end must be in (0, sigma_start = {config.sigma_start}], got {config.sigma_end}; it decays"
         )
     if config.stages < 2:
         raise AqnConfigError(

@@ -1,7 +1,7 @@
 """What the learner and its trainer process say to each other: typed msgpack frames over the child's pipes.
 
 A frame is a 4-byte big-endian length and a msgpack body. The learner sends one request at a time; the child answers
-with any number of `Progress` and then exactly one final reply. No torch here: the learner's API process imports this module.
+with any number of `Progress` and then exactly one final reply. No torch here: the API process imports this module.
 
 Log-probabilities are natural, after temperature; token lists are ids; times are seconds.
 """

@@ -1,0 +1,30 @@
+"""`python -m qerld_learner.trainer`: the child that the learner talks to over stdin and stdout."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType
+
+
+def main() -> None:
+    """Take over the pipes, then load torch: whatever libraries print goes to stderr, never into a frame."""
+    requests = os.fdopen(os.dup(0), "rb")
+    events = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the learner decides
+    from .worker import serve
+
+    serve(requests, events)
+
+
+def _leave(_signal: int, _frame: FrameType | None) -> None:
+    """Unwind, so that a version being written aside is removed."""
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

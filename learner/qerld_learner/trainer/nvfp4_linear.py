@@ -1,0 +1,69 @@
+"""A frozen linear layer that holds NVFP4 bytes: y = (x·W̃ᵀ)·g + b with W̃ = e2m1·e4m3, which is exact in bf16.
+
+W̃ lives only while a product needs it, in one scratch shared by all layers; the backward dequantises again. Scaling the
+product rather than the weight is what Marlin computes, so trained and served values are the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from qerld_kernels.nvfp4 import Nvfp4Tensor, dequantize_unscaled
+from torch import Tensor, nn
+
+
+class Scratch:
+    """One buffer, as large as the largest weight that was asked of it, reused by every layer of a model."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
+        self._buffer = torch.empty(0, dtype=dtype, device=device)
+
+    def view(self, rows: int, columns: int) -> Tensor:
+        """Return an uninitialised [rows, columns] view; valid until the next call."""
+        if self._buffer.numel() < rows * columns:
+            self._buffer = torch.empty(rows * columns, dtype=self.dtype, device=self.device)
+        return self._buffer[: rows * columns].view(rows, columns)
+
+
+class Nvfp4Linear(nn.Module):
+    """Frozen; x [..., in] in the scratch's dtype → [..., out]. `cache` keeps W̃ in that dtype."""
+
+    qweight: Tensor  # the packed bytes; PEFT looks for the layer's device under this name
+    scale: Tensor
+    global_scale: Tensor
+
+    def __init__(self, weight: Nvfp4Tensor, bias: Tensor | None, scratch: Scratch, *, cache: bool = False) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.packed.shape[0], weight.packed.shape[1] * 2
+        self.register_buffer("qweight", weight.packed.to(scratch.device))
+        self.register_buffer("scale", weight.scale.to(scratch.device))
+        self.register_buffer("global_scale", weight.global_scale.to(scratch.device, torch.float32))
+        self.bias = None if bias is None else nn.Parameter(bias.to(scratch.device, scratch.dtype), requires_grad=False)
+        self._scratch = scratch
+        self._cached = dequantize_unscaled(self.qweight, self.scale, dtype=scratch.dtype) if cache else None
+
+    def unscaled_weight(self) -> Tensor:
+        """Return W̃ [out, in]; without a cache it is valid until another layer asks for its own."""
+        if self._cached is not None:
+            return self._cached
+        out = self._scratch.view(self.out_features, self.in_features)
+        return dequantize_unscaled(self.qweight, self.scale, dtype=out.dtype, out=out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (x·W̃ᵀ)·g + bias; the gradient flows to x alone."""
+        y: Tensor = _Product.apply(x, self)  # type: ignore[no-untyped-call]
+        return y if self.bias is None else y + self.bias
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: Nvfp4Linear) -> Tensor:
+        ctx.layer = layer
+        return (x @ layer.unscaled_weight().T).mul_(layer.global_scale.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        layer = ctx.layer
+        return (grads[0] @ layer.unscaled_weight()).mul_(layer.global_scale.to(grads[0].dtype)), None
