@@ -1,0 +1,56 @@
+"""The store: durable state of the learner in SQLite (or PostgreSQL), behind `write` and `read`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from sqlalchemy import Connection
+
+from .database import FolderLock, migrate, open_engine
+from .writer import Mutation, Writer
+
+T = TypeVar("T")
+
+__all__ = ["Store"]
+
+
+class Store:
+    """One writer thread and one reader thread over one database; the folder is locked while it is open."""
+
+    def __init__(
+        self, folder: Path, url: str | None = None, on_commit: Callable[[int, float], None] | None = None
+    ) -> None:
+        """Lock the folder, open and migrate the database. Raises `PreconditionError` when the folder is in use."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lock = FolderLock(folder)
+        try:
+            self._engine = open_engine(url or f"sqlite:///{folder / 'learner.db'}")
+            migrate(self._engine)
+        except BaseException:
+            self._lock.release()
+            raise
+        self._writer = Writer(self._engine, on_commit)
+        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store-reader")
+
+    async def write(self, mutation: Mutation[T]) -> T:
+        """Run a mutation in the next transaction and return its result after COMMIT; see `Writer.write`."""
+        return await self._writer.write(mutation)
+
+    async def read(self, query: Callable[[Connection], T]) -> T:
+        """Run a query on the read connection: it sees what is committed, and never waits for the writer."""
+        return await asyncio.get_running_loop().run_in_executor(self._reader, self._query, query)
+
+    def _query(self, query: Callable[[Connection], T]) -> T:
+        with self._engine.connect() as connection:
+            return query(connection)
+
+    def close(self) -> None:
+        """Commit what is queued and give the folder back. Blocks for at most one transaction."""
+        self._writer.close()
+        self._reader.shutdown()
+        self._engine.dispose()
+        self._lock.release()
