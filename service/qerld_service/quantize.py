@@ -1,0 +1,49 @@
+"""`qerld quantize MODEL OUT`: write an NVFP4 copy of a model, with a progress bar."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+from qerld_kernels.errors import CheckpointError, QuantizationError
+from qerld_kernels.nvfp4 import Search
+from qerld_kernels.quantizer import quantize_checkpoint
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="qerld quantize",
+        description="Write an NVFP4 copy of a model (compressed-tensors nvfp4-pack-quantized, weights only), shard by "
+        "shard: memory is bounded by the largest layer. OUT appears complete or not at all.",
+    )
+    parser.add_argument("model", type=Path, help="Hugging Face folder with bf16, fp16 or fp32 safetensors")
+    parser.add_argument("out", type=Path, help="new or empty folder")
+    parser.add_argument(
+        "--search",
+        choices=get_args(Search),
+        default="mse",
+        help="block scales by least mean square error or by absolute maximum (default: mse)",
+    )
+    arguments = parser.parse_args(argv)
+    try:
+        quantize_with_bar(arguments.model, arguments.out, arguments.search)
+    except (CheckpointError, QuantizationError, OSError) as error:
+        sys.stderr.write(f"qerld quantize: {error}\n")
+        return 1
+    return 0
+
+
+def quantize_with_bar(model: Path, out: Path, search: Search) -> None:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns) as bar:
+        task = bar.add_task("reading", total=None)
+
+        def show(done: int, total: int, name: str) -> None:
+            bar.update(task, completed=done, total=total, description=name)
+
+        quantize_checkpoint(model, out, search=search, progress=show)
+        bar.update(task, description=f"wrote {out}")
