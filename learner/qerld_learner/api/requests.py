@@ -1,0 +1,283 @@
+"""Wire types to the learner's types, checked. `convert.py` is the other direction.
+
+A function either returns a record or adds to its `Checks`; callers end with `checks.done()`.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from qerld.v1 import common_pb2, replica_pb2, reward_pb2, rollout_pb2
+
+from qerld_learner import records
+from qerld_learner.api.checks import MAX_GROUP_SIZE, MAX_SEED, Checks
+from qerld_learner.errors import InvalidRequestError
+from qerld_learner.tokens import PromptTokenizer
+
+MAX_STOPS = 64
+MAX_STOP_STRING = 256
+MAX_OUTCOMES = 4096
+MAX_COMPONENTS = 64
+MAX_PROMPTS = 1024
+NOT_ALLOWED = (
+    "training rollouts accept temperature, max_tokens, seed, stop_ids and stop_strings only, "
+    "since anything else changes the behaviour distribution; leave it out"
+)
+
+
+@dataclass(frozen=True)
+class PromptLimits:
+    """What a prompt is checked against: its run, the tokenizer, and the context in tokens."""
+
+    config: records.RunConfig
+    tokenizer: PromptTokenizer
+    context: int
+
+
+def prompt_ids(checks: Checks, prompt: common_pb2.Prompt, limits: PromptLimits, field: str) -> tuple[int, ...]:
+    """Return the ids of a prompt: not empty, in the vocabulary, with room for a completion in the context."""
+    form = prompt.WhichOneof("form")
+    empty = {
+        None: "form",
+        "messages": "messages" if not prompt.messages.messages else "",
+        "text": "text" if not prompt.text else "",
+        "ids": "ids" if not prompt.ids.ids else "",
+    }[form]
+    if empty:
+        checks.add(f"{field}.{empty}", "must not be empty; send messages, text or ids")
+        return ()
+    ids = _tokenise(checks, prompt, limits.tokenizer, field)
+    if len(ids) >= limits.context:
+        limit = f"must leave room in the context of {limits.context} tokens, has {len(ids)}"
+        checks.add(f"{field}.{form}", f"{limit}; shorten it or serve a longer context")
+    return ids
+
+
+def _tokenise(checks: Checks, prompt: common_pb2.Prompt, tokenizer: PromptTokenizer, field: str) -> tuple[int, ...]:
+    match prompt.WhichOneof("form"):
+        case "messages":
+            turns = [(turn.role, turn.content) for turn in prompt.messages.messages]
+            try:
+                return tokenizer.from_messages(turns, f"{field}.messages")
+            except InvalidRequestError as error:
+                checks.violations.extend(error.violations)
+                return ()
+        case "text":
+            return tokenizer.from_text(prompt.text)
+        case _:
+            checks.violations.extend(tokenizer.check_ids(prompt.ids.ids, f"{field}.ids.ids"))
+            return tuple(prompt.ids.ids)
+
+
+def group_size(checks: Checks, message: Any, config: records.RunConfig, field: str) -> int:
+    """Return the group size of a request, or the run's when it is unset."""
+    size: int = message.group_size if message.HasField("group_size") else config.group_size
+    if not 2 <= size <= MAX_GROUP_SIZE:
+        way_out = "advantages are relative to the group; leave it unset for the run's"
+        checks.add(field, f"must be from 2 to {MAX_GROUP_SIZE}, got {size}; {way_out}")
+    return size
+
+
+def sampling(checks: Checks, message: common_pb2.Sampling, limits: PromptLimits, field: str) -> records.SamplingSpec:
+    """Return the sampling rules with the run's defaults; an unset seed is drawn here and recorded with the group."""
+    config = limits.config
+    checks.no_unknown_fields(field, message, NOT_ALLOWED)
+    temperature = message.temperature if message.HasField("temperature") else config.temperature
+    _temperature(checks, temperature, config, f"{field}.temperature")
+    max_tokens = message.max_tokens if message.HasField("max_tokens") else config.max_tokens
+    checks.between(f"{field}.max_tokens", max_tokens, 1, limits.context, "leave it unset for the run's")
+    seed = message.seed if message.HasField("seed") else secrets.randbelow(MAX_SEED)
+    if seed > MAX_SEED:
+        checks.add(f"{field}.seed", f"must be at most {MAX_SEED}, got {seed}; leave it unset to have one drawn")
+    _stops(checks, message, limits.tokenizer, field)
+    return records.SamplingSpec(
+        temperature=temperature,
+        max_tokens=max_tokens,
+        seed=seed,
+        stop_ids=tuple(message.stop_ids),
+        stop_strings=tuple(message.stop_strings),
+    )
+
+
+def _temperature(checks: Checks, value: float, config: records.RunConfig, field: str) -> None:
+    if not (math.isfinite(value) and value > 0):
+        way_out = "greedy decoding has no behaviour log-probabilities; leave it unset for the run's"
+        checks.add(field, f"must be finite and above 0, got {value:g}; {way_out}")
+    elif value != config.temperature:
+        # The trainer computes log-probabilities at the run's temperature: another one would bias every ratio.
+        way_out = "leave it unset, or create a run with this temperature"
+        checks.add(field, f"must be the run's {config.temperature:g}, at which it trains, got {value:g}; {way_out}")
+
+
+def _stops(checks: Checks, message: common_pb2.Sampling, tokenizer: PromptTokenizer, field: str) -> None:
+    for name, count in (("stop_ids", len(message.stop_ids)), ("stop_strings", len(message.stop_strings))):
+        if count > MAX_STOPS:
+            checks.add(f"{field}.{name}", f"must have at most {MAX_STOPS} entries, got {count}; send fewer")
+    checks.violations.extend(tokenizer.check_ids(message.stop_ids, f"{field}.stop_ids"))
+    for position, text in enumerate(message.stop_strings):
+        if not 1 <= len(text) <= MAX_STOP_STRING:
+            limit = f"must have 1 to {MAX_STOP_STRING} characters, got {len(text)}"
+            checks.add(f"{field}.stop_strings[{position}]", f"{limit}; leave it out or shorten it")
+
+
+def prompt_spec(checks: Checks, message: Any, limits: PromptLimits, prefix: str = "") -> records.PromptSpec:
+    """Return the prompt of a SampleRequest or a PromptItem; `prefix` is its path in the request, with the dot."""
+    deadline = None
+    if isinstance(message, rollout_pb2.SampleRequest) and message.HasField("reward_deadline"):
+        deadline = checks.duration("reward_deadline", message.reward_deadline)
+    checks.labels(message.labels, f"{prefix}labels")
+    return records.PromptSpec(
+        prompt_ids=prompt_ids(checks, message.prompt, limits, f"{prefix}prompt"),
+        group_size=group_size(checks, message, limits.config, f"{prefix}group_size"),
+        sampling=sampling(checks, message.sampling, limits, f"{prefix}sampling"),
+        labels=dict(message.labels),
+        reward_deadline=deadline,
+    )
+
+
+def imported_group(
+    checks: Checks, message: rollout_pb2.ImportTrajectoriesRequest, limits: PromptLimits
+) -> tuple[records.PromptSpec, list[records.TrajectorySpec]]:
+    """Return prompt and trajectories of one imported group."""
+    count = len(message.trajectories)
+    if not 2 <= count <= MAX_GROUP_SIZE:
+        checks.add("trajectories", f"must have 2 to {MAX_GROUP_SIZE} entries, got {count}; split or complete the group")
+    checks.labels(message.labels)
+    config = limits.config
+    spec = records.PromptSpec(
+        prompt_ids=prompt_ids(checks, message.prompt, limits, "prompt"),
+        group_size=count,
+        sampling=records.SamplingSpec(temperature=config.temperature, max_tokens=config.max_tokens, seed=0),
+        labels=dict(message.labels),
+    )
+    room = limits.context - len(spec.prompt_ids)
+    trajectories = [
+        _trajectory(checks, item, room, limits.tokenizer, f"trajectories[{i}]")
+        for i, item in enumerate(message.trajectories)
+    ]
+    return spec, trajectories
+
+
+def _trajectory(
+    checks: Checks, message: rollout_pb2.Trajectory, room: int, tokenizer: PromptTokenizer, field: str
+) -> records.TrajectorySpec:
+    segments = tuple(
+        _segment(checks, item, tokenizer, f"{field}.segments[{i}]") for i, item in enumerate(message.segments)
+    )
+    total = sum(len(segment.ids) for segment in segments)
+    if not any(segment.trainable for segment in segments):
+        checks.add(f"{field}.segments", "must have at least one trainable segment; mark what the policy made")
+    if total > room:
+        checks.add(f"{field}.segments", f"must have at most {room} tokens after the prompt, got {total}; shorten it")
+    if message.finish_reason == common_pb2.FINISH_REASON_UNSPECIFIED:
+        checks.add(f"{field}.finish_reason", "must be set; use FINISH_REASON_LENGTH for a truncated trajectory")
+    return records.TrajectorySpec(segments=segments, finish_reason=finish_reason(message.finish_reason))
+
+
+def _segment(
+    checks: Checks, message: rollout_pb2.Segment, tokenizer: PromptTokenizer, field: str
+) -> records.SegmentSpec:
+    ids, wanted = tuple(message.tokens.ids), len(message.tokens.ids) if message.trainable else 0
+    if not ids:
+        checks.add(f"{field}.tokens", "must not be empty; leave the segment out")
+    checks.violations.extend(tokenizer.check_ids(ids, f"{field}.tokens.ids"))
+    if len(message.logprobs) != wanted:
+        rule = "one a token" if message.trainable else "none, since the segment is not trainable"
+        checks.add(
+            f"{field}.logprobs", f"must have {wanted} entries ({rule}), got {len(message.logprobs)}; record them"
+        )
+    for position, value in enumerate(message.logprobs):
+        if not (math.isfinite(value) and value <= 0):
+            way_out = "record the sampler's own log-probability"
+            checks.add(f"{field}.logprobs[{position}]", f"must be finite and at most 0, got {value:g}; {way_out}")
+            break
+    return records.SegmentSpec(
+        ids=ids, logprobs=tuple(message.logprobs), trainable=message.trainable, version=message.version
+    )
+
+
+def finish_reason(number: common_pb2.FinishReason.ValueType) -> records.FinishReason:
+    """Return the reason; unspecified (refused before it matters) and unknown numbers count as aborted."""
+    names = {
+        common_pb2.FINISH_REASON_STOP: records.FinishReason.STOP,
+        common_pb2.FINISH_REASON_LENGTH: records.FinishReason.LENGTH,
+    }
+    return names.get(number, records.FinishReason.ABORTED)
+
+
+def outcome_count(checks: Checks, count: int) -> None:
+    """Check how many outcomes a message carries."""
+    if not 1 <= count <= MAX_OUTCOMES:
+        checks.add("outcomes", f"must have 1 to {MAX_OUTCOMES} entries, got {count}; split the message")
+
+
+def outcome(message: reward_pb2.Outcome) -> tuple[records.Outcome | None, tuple[str, str]]:
+    """Return the outcome, or None and the (field, problem) for which it is rejected.
+
+    Only what an `Outcome` cannot hold is judged here; numbers, lengths and what is stored already are the core's.
+    """
+    said = message.WhichOneof("said")
+    if not message.rollout_id:
+        return None, ("rollout_id", "must not be empty; name the rollout that the outcome speaks of")
+    if said is None:
+        return None, ("said", "must be set; send reward, turn_rewards, token_rewards, error or abstention")
+    kind, values, detail = _said(message, said)
+    if len(message.components) > MAX_COMPONENTS:
+        limit = f"must have at most {MAX_COMPONENTS} entries, got {len(message.components)}"
+        return None, ("components", f"{limit}; keep the others on your side")
+    return records.Outcome(message.rollout_id, kind, values, detail, dict(message.components)), ("", "")
+
+
+def _said(message: reward_pb2.Outcome, said: str) -> tuple[records.OutcomeKind, tuple[float, ...], str]:
+    match said:
+        case "reward":
+            return records.OutcomeKind.REWARD, (message.reward,), ""
+        case "turn_rewards":
+            return records.OutcomeKind.TURN_REWARDS, tuple(message.turn_rewards.values), ""
+        case "token_rewards":
+            return records.OutcomeKind.TOKEN_REWARDS, tuple(message.token_rewards.values), ""
+        case "error":
+            name = reward_pb2.OutcomeErrorKind.Name(message.error.kind).removeprefix("OUTCOME_ERROR_KIND_").lower()
+            return records.OutcomeKind.ERROR, (), f"{name}: {message.error.message[:1000]}"
+        case _:
+            return records.OutcomeKind.ABSTENTION, (), message.abstention.reason[:1000]
+
+
+def replica_hello(message: replica_pb2.Hello) -> records.ReplicaHello:
+    """Return a policy server's introduction."""
+    checks = Checks()
+    checks.required("hello.replica_id", message.replica_id, "draw a fresh one at each start")
+    checks.required("hello.endpoint", message.endpoint, "say where PolicyReplicaService listens")
+    checks.done()
+    return records.ReplicaHello(
+        replica_id=message.replica_id,
+        endpoint=message.endpoint,
+        base_sha256=message.base_sha256,
+        tokenizer_sha256=message.tokenizer_sha256,
+        chat_template_sha256=message.chat_template_sha256,
+        engine_version=message.engine_version,
+        slots=message.slots,
+        max_lora_rank=message.max_lora_rank,
+        max_model_len=message.max_model_len,
+        dtype=message.dtype,
+    )
+
+
+def replica_report(message: replica_pb2.ReplicaState) -> records.ReplicaReport:
+    """Return what a policy server has now."""
+    adapters = tuple(
+        records.AdapterStatus(
+            run=item.policy.run,
+            version=item.policy.version,
+            serving=item.serving,
+            in_flight=item.in_flight,
+            load_seconds=item.load_seconds,
+            error=item.error,
+            noise_ratio=item.noise_ratio,
+        )
+        for item in message.adapters
+    )
+    return records.ReplicaReport(adapters, message.generation, message.reconciled, message.error)

@@ -1,0 +1,85 @@
+"""RunService: create, steer and report runs."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+from qerld.v1 import run_pb2, run_pb2_grpc
+
+from qerld_learner.api import convert
+from qerld_learner.api.checks import Checks, body_hash
+from qerld_learner.api.errors import NotServedError
+from qerld_learner.api.run_config import run_config
+from qerld_learner.api.service import Context, Service, check_mutation, check_run
+
+MAX_REASON = 1000
+
+
+class RunServicer(run_pb2_grpc.RunServiceServicer):
+    """Creates, steers and reports runs."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def CreateRun(self, request: run_pb2.CreateRunRequest, context: Context) -> run_pb2.CreateRunResponse:
+        checks = Checks()
+        checks.run_name(request.run)
+        checks.request_id(request.request_id)
+        config = run_config(checks, request.config)
+        checks.done()
+        checks.violations.extend(self._service.learner.check_run_config(config))
+        checks.done()
+        record = await self._service.learner.create_run(
+            request.run, request.request_id, body_hash(request), config, request.initial_adapter
+        )
+        return run_pb2.CreateRunResponse(run=convert.run(record))
+
+    async def GetRun(self, request: run_pb2.GetRunRequest, context: Context) -> run_pb2.GetRunResponse:
+        check_run(request.run)
+        return run_pb2.GetRunResponse(run=convert.run(await self._service.learner.get_run(request.run)))
+
+    async def ListRuns(self, request: run_pb2.ListRunsRequest, context: Context) -> run_pb2.ListRunsResponse:
+        return run_pb2.ListRunsResponse(runs=map(convert.run, await self._service.learner.list_runs()))
+
+    async def PauseRun(self, request: run_pb2.PauseRunRequest, context: Context) -> run_pb2.PauseRunResponse:
+        check_mutation(request.run, request.request_id)
+        checks = Checks()
+        if len(request.reason) > MAX_REASON:
+            checks.add("reason", f"must have at most {MAX_REASON} characters, got {len(request.reason)}; shorten it")
+        checks.done()
+        record = await self._service.learner.pause_run(
+            request.run, request.request_id, body_hash(request), request.reason
+        )
+        return run_pb2.PauseRunResponse(run=convert.run(record))
+
+    async def ResumeRun(self, request: run_pb2.ResumeRunRequest, context: Context) -> run_pb2.ResumeRunResponse:
+        check_mutation(request.run, request.request_id)
+        record = await self._service.learner.resume_run(request.run, request.request_id, body_hash(request))
+        return run_pb2.ResumeRunResponse(run=convert.run(record))
+
+    async def WatchRun(
+        self, request: run_pb2.WatchRunRequest, context: Context
+    ) -> AsyncIterator[run_pb2.WatchRunResponse]:
+        check_run(request.run)
+        await self._service.learner.get_run(request.run)
+        after = request.after_step if request.HasField("after_step") else None
+        box = self._service.streams.outbox()
+        box.pump(self._service.learner.watch_reports(request.run, after))
+        async for record in box.drain():
+            yield run_pb2.WatchRunResponse(report=convert.report(record))
+
+    async def ListReplicas(
+        self, request: run_pb2.ListReplicasRequest, context: Context
+    ) -> run_pb2.ListReplicasResponse:
+        return run_pb2.ListReplicasResponse(replicas=map(convert.replica, self._service.learner.replicas()))
+
+    async def UpdateRun(self, request: run_pb2.UpdateRunRequest, context: Context) -> run_pb2.UpdateRunResponse:
+        raise NotServedError("UpdateRun", "create a run with the new configuration")
+
+    async def CheckpointRun(
+        self, request: run_pb2.CheckpointRunRequest, context: Context
+    ) -> run_pb2.CheckpointRunResponse:
+        raise NotServedError("CheckpointRun", "every version is a checkpoint; DownloadAdapter copies one")
+
+    async def DeleteRun(self, request: run_pb2.DeleteRunRequest, context: Context) -> run_pb2.DeleteRunResponse:
+        raise NotServedError("DeleteRun", "PauseRun stops a run")

@@ -1,0 +1,58 @@
+"""What every servicer needs, and a few conversions that need more than the message."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
+
+from qerld_learner.api.checks import Checks
+from qerld_learner.api.requests import PromptLimits
+from qerld_learner.api.streams import Streams
+from qerld_learner.core import Learner
+from qerld_learner.metrics import LearnerMetrics
+from qerld_learner.tokens import PromptTokenizer
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True)
+class Service:
+    """The learner and what surrounds it.
+
+    Attributes:
+        replica_timeout: Seconds without a report after which a policy server counts as lost.
+    """
+
+    learner: Learner
+    tokenizer: PromptTokenizer
+    metrics: LearnerMetrics
+    streams: Streams
+    replica_timeout: float = 30.0
+
+    @property
+    def context(self) -> int:
+        """Largest prompt and completion together, in tokens: the model's, or less where policy servers have less."""
+        served = self.learner.model.max_model_len
+        return self.tokenizer.context if served is None else min(served, self.tokenizer.context)
+
+    async def limits(self, run: str) -> PromptLimits:
+        """Return what prompts of a run are checked against; raises `NotFoundError` for an unknown run."""
+        record = await self.learner.get_run(run)
+        return PromptLimits(config=record.config, tokenizer=self.tokenizer, context=self.context)
+
+
+def check_run(run: str) -> None:
+    """Raise `InvalidRequestError` when no run is named."""
+    checks = Checks()
+    checks.run(run)
+    checks.done()
+
+
+def check_mutation(run: str, request_id: str) -> None:
+    """Raise `InvalidRequestError` unless a run is named and the request id is usable."""
+    checks = Checks()
+    checks.run(run)
+    checks.request_id(request_id)
+    checks.done()

@@ -1,0 +1,96 @@
+"""The learner as a process: core, API, metrics, ready file, signals."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from qerld_learner.api.server import PortError, running_server
+from qerld_learner.core import Learner
+from qerld_learner.errors import LearnerError
+from qerld_learner.metrics import LearnerMetrics, metrics_server
+from qerld_learner.settings import LearnerSettings
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Ports:
+    """Where the learner serves."""
+
+    port: int
+    metrics_port: int
+
+
+@asynccontextmanager
+async def running_learner(settings: LearnerSettings) -> AsyncIterator[Ports]:
+    """Run the whole learner; yields its ports once it serves.
+
+    Raises:
+        PreconditionError: Another learner has the state folder, or it belongs to another base model.
+        PortError, OSError: A port is taken.
+    """
+    metrics = LearnerMetrics()
+    learner = await Learner.open(settings.options(), metrics)
+    try:
+        with metrics_server(metrics, settings.host, settings.metrics_port) as metrics_port:
+            async with running_server(learner, settings, metrics) as port:
+                yield Ports(port, metrics_port)
+    finally:
+        await learner.close()
+
+
+@contextmanager
+def _ready_file(path: Path | None, ports: Ports) -> Iterator[None]:
+    """Keep a JSON file with the ports while the learner serves; it appears whole."""
+    if path is None:
+        yield
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.write_text(json.dumps({"port": ports.port, "metrics_port": ports.metrics_port, "pid": os.getpid()}) + "\n")
+    aside.replace(path)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+async def serve(settings: LearnerSettings) -> None:
+    """Serve until SIGTERM or SIGINT."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with running_learner(settings) as ports:
+        with _ready_file(settings.ready_file, ports):
+            address = f"gRPC {settings.host}:{ports.port}, metrics http://{settings.host}:{ports.metrics_port}/metrics"
+            log.info("learner serves %s: %s", settings.model, address)
+            await stop.wait()
+            log.info("stopping; calls have %g s to finish", settings.stop_grace)
+    log.info("stopped")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `qerld learner`; returns 0 after a stop by signal, 1 when it cannot start."""
+    settings, arguments = LearnerSettings.parse(sys.argv[1:] if argv is None else argv)
+    if arguments.print_config:
+        sys.stdout.write(settings.model_dump_json(indent=2) + "\n")
+        return 0
+    logging.basicConfig(
+        level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+    try:
+        asyncio.run(serve(settings))
+    except (LearnerError, PortError, OSError) as error:
+        sys.stderr.write(f"qerld learner: {error}\n")
+        return 1
+    return 0
