@@ -1,0 +1,208 @@
+"""Outcomes in the store, and groups that they (or the clock) close. Each works inside the caller's transaction."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from sqlalchemy import Connection, bindparam, func, insert, select, update
+
+from ..groups import Member, Verdict, receipts_on, verdict
+from ..outcomes import Judgement, KnownRollout, judge_all, receipt_of
+from ..records import (
+    Answer,
+    GroupState,
+    Outcome,
+    OutcomeAnswer,
+    OutcomeKind,
+    Receipt,
+    ReceiptState,
+    RolloutState,
+)
+from .requests import once
+from .rollouts import find_receipts
+from .schema import groups, outcomes, rollouts
+
+
+@dataclass
+class Closed:
+    """What a transaction closed: verdicts by group id and the receipts that became final."""
+
+    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    receipts: list[Receipt] = field(default_factory=list)
+
+
+_KNOWN = (
+    select(
+        rollouts.c.rollout_id,
+        rollouts.c.group_id,
+        rollouts.c.run,
+        rollouts.c.state,
+        rollouts.c.tokens,
+        rollouts.c.turns,
+        rollouts.c.receipt,
+        groups.c.state.label("group_state"),
+        groups.c.deadline,
+        outcomes.c.body,
+    )
+    .join(groups, groups.c.group_id == rollouts.c.group_id)
+    .outerjoin(outcomes, outcomes.c.rollout_id == rollouts.c.rollout_id)
+    .where(rollouts.c.rollout_id.in_(bindparam("ids", expanding=True)))
+)
+_SET_RECEIPT = (
+    update(rollouts)
+    .where(rollouts.c.rollout_id == bindparam("of_id"))
+    .values(receipt=bindparam("new_receipt"), receipt_at=bindparam("now"))
+)
+_COUNT_OUTCOMES = (
+    update(groups).where(groups.c.group_id == bindparam("of_id")).values(outcomes=groups.c.outcomes + bindparam("more"))
+)
+_MEMBERS = (
+    select(rollouts.c.group_id, rollouts.c.rollout_id, rollouts.c.state, outcomes.c.kind, outcomes.c.reward)
+    .outerjoin(outcomes, outcomes.c.rollout_id == rollouts.c.rollout_id)
+    .where(rollouts.c.group_id.in_(bindparam("ids", expanding=True)))
+    .order_by(rollouts.c.group_id, rollouts.c.position)
+)
+_DEADLINES = select(groups.c.group_id, groups.c.deadline, groups.c.state).where(
+    groups.c.group_id.in_(bindparam("ids", expanding=True))
+)
+_SET_GROUP_STATE = update(groups).where(groups.c.group_id == bindparam("of_id")).values(state=bindparam("new_state"))
+_INSERT_OUTCOME = insert(outcomes)
+
+
+def judge_against_store(connection: Connection, run: str, said: Sequence[Outcome], now: float) -> list[Judgement]:
+    """Judge outcomes against what is stored; stores nothing."""
+    ids = list({outcome.rollout_id for outcome in said})
+    known = {row["rollout_id"]: _known(row) for row in connection.execute(_KNOWN, {"ids": ids}).mappings()}
+    return judge_all(run, said, known, now)
+
+
+def _known(row: Mapping[str, object]) -> KnownRollout:
+    values = dict(row)
+    stored = values.pop("body")
+    values["state"] = RolloutState(values["state"])
+    values["group_state"] = GroupState(values["group_state"])
+    values["receipt"] = ReceiptState(values["receipt"])
+    return KnownRollout(**values, stored=stored)  # type: ignore[arg-type]
+
+
+def submit(
+    connection: Connection, run: str, request_id: str, body_hash: str, said: Sequence[Outcome], drop_zero_variance: bool
+) -> tuple[list[OutcomeAnswer], Closed, bool]:
+    """Store a message of outcomes; returns the answers, what they closed, and whether it is a repeated request."""
+    closed = Closed()
+
+    def make() -> list[list[str]]:
+        judgements = judge_against_store(connection, run, said, time.time())
+        accepted = [judged for judged in judgements if judged.answer is Answer.ACCEPTED]
+        if accepted:
+            _store(connection, accepted, closed)
+            touched = {j.known.group_id for j in accepted if j.known is not None and not j.late}
+            close_groups(connection, touched, drop_zero_variance, closed)
+        return [
+            [j.outcome.rollout_id, j.answer.value, *(j.problems[0] if j.problems else ("", ""))] for j in judgements
+        ]
+
+    answers, repeated = once(connection, run, request_id, body_hash, make)
+    return (
+        [OutcomeAnswer(rid, Answer(answer), path, problem) for rid, answer, path, problem in answers],
+        closed,
+        repeated,
+    )
+
+
+def _store(connection: Connection, accepted: Sequence[Judgement], closed: Closed) -> None:
+    now = time.time()
+    connection.execute(_INSERT_OUTCOME, [_outcome_row(judged, now) for judged in accepted])
+    in_time = [judged for judged in accepted if not judged.late]
+    if not in_time:
+        return
+    counts: dict[str, int] = {}
+    receipts: dict[str, ReceiptState] = {}
+    for judged in in_time:
+        assert judged.known is not None
+        counts[judged.known.group_id] = counts.get(judged.known.group_id, 0) + 1
+        receipts[judged.outcome.rollout_id] = receipt_of(judged.outcome.kind)
+    connection.execute(_COUNT_OUTCOMES, [{"of_id": group, "more": more} for group, more in counts.items()])
+    set_receipts(connection, receipts, closed)
+
+
+def _outcome_row(judged: Judgement, now: float) -> dict[str, object]:
+    outcome = judged.outcome
+    return {
+        "rollout_id": outcome.rollout_id,
+        "kind": outcome.kind.value,
+        "reward": outcome.reward if outcome.values else None,
+        "body": judged.body,
+        "at": now,
+    }
+
+
+def set_receipts(connection: Connection, states: Mapping[str, ReceiptState], closed: Closed) -> None:
+    """Move rollouts to receipt states and note those that became final."""
+    if not states:
+        return
+    now = time.time()
+    connection.execute(
+        _SET_RECEIPT, [{"of_id": rid, "new_receipt": state.value, "now": now} for rid, state in states.items()]
+    )
+    final = [rollout_id for rollout_id, state in states.items() if state.final]
+    if final:
+        closed.receipts.extend(find_receipts(connection, final).values())
+
+
+def close_groups(
+    connection: Connection, group_ids: Iterable[str], drop_zero_variance: bool, closed: Closed, now: float | None = None
+) -> None:
+    """Judge sampled groups and move them on: ready, or dropped with the receipts that say why."""
+    now = time.time() if now is None else now
+    query = connection.execute(_DEADLINES, {"ids": list(group_ids)})
+    deadlines = {row.group_id: row.deadline for row in query if row.state == GroupState.AWAITING_REWARDS}
+    if not deadlines:
+        return
+    for group_id, members in members_of(connection, deadlines).items():
+        judged = verdict(members, deadline=deadlines[group_id], now=now, drop_zero_variance=drop_zero_variance)
+        if judged is not Verdict.WAIT:
+            close_group(connection, group_id, members, judged, closed)
+
+
+def close_group(
+    connection: Connection, group_id: str, members: Sequence[Member], judged: Verdict, closed: Closed
+) -> None:
+    """Apply a verdict to one group."""
+    state = GroupState.READY if judged is Verdict.READY else GroupState.DROPPED
+    connection.execute(_SET_GROUP_STATE, {"of_id": group_id, "new_state": state.value})
+    set_receipts(connection, receipts_on(judged, members), closed)
+    closed.verdicts[group_id] = judged
+
+
+def members_of(connection: Connection, group_ids: Iterable[str]) -> dict[str, list[Member]]:
+    """Return the members of groups by group id, by index."""
+    members: dict[str, list[Member]] = {}
+    for row in connection.execute(_MEMBERS, {"ids": list(group_ids)}):
+        kind = OutcomeKind(row.kind) if row.kind else None
+        members.setdefault(row.group_id, []).append(Member(row.rollout_id, RolloutState(row.state), kind, row.reward))
+    return members
+
+
+def overdue_groups(connection: Connection, now: float) -> list[tuple[str, str]]:
+    """Return (run, group id) of groups whose reward deadline has passed."""
+    query = select(groups.c.run, groups.c.group_id).where(
+        groups.c.state == GroupState.AWAITING_REWARDS.value, groups.c.deadline <= now
+    )
+    return [(row.run, row.group_id) for row in connection.execute(query)]
+
+
+def stored_rewards(connection: Connection, group_ids: Iterable[str]) -> dict[str, dict[str, float]]:
+    """Return the stored rewards of groups: group id → rollout id → reward."""
+    found: dict[str, dict[str, float]] = {}
+    for group_id, members in members_of(connection, group_ids).items():
+        found[group_id] = {m.rollout_id: m.reward for m in members if m.reward is not None}
+    return found
+
+
+def receipt_counts(connection: Connection, run: str) -> dict[ReceiptState, int]:
+    """Return how many rollouts of a run have each receipt."""
+    query = select(rollouts.c.receipt, func.count()).where(rollouts.c.run == run).group_by(rollouts.c.receipt)
+    return {ReceiptState(state): count for state, count in connection.execute(query)}
