@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(missing_text(chosen.command, command, missing))
         return USAGE_ERROR
     if command.process:
-        os.execv(sys.executable, [sys.executable, "-m", command.module, *arguments[1:]])
+        os.execv(sys.executable, [sys.executable, "-m", command.module, *arguments[1:]])  # noqa: S606 — no shell is wanted
     try:
         status = importlib.import_module(command.module).main(arguments[1:])
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""`qerld doctor`: what of this machine, its packages and a model folder would stand in the way, and what to do about it."""
+"""`qerld doctor`: what of this machine, its packages and a model folder stands in the way, and what to do about it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from qerld_service.model_checks import check_model
 from qerld_service.checks import Check
+from qerld_service.model_checks import check_model
 
 GIB = 1 << 30
 OLDEST_PYTHON = (3, 11)
@@ -34,6 +34,7 @@ PACKAGES: dict[str, tuple[str, str | None, str]] = {
 }
 DISK_NEEDED = 2 * GIB
 SHM_NEEDED = 64 << 20
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 — looked at, not written to
 MARKS = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "fail": "[red]FAIL[/]"}
 
 
@@ -155,7 +156,7 @@ def check_disk(folder: Path) -> Check:
 
 def check_memory(model: Path | None) -> Check:
     available = available_memory()
-    # fp32 copies in the server and in the trainer, 8 times the packed bytes each at most, beside 2 GiB for the programs.
+    # fp32 copies in server and trainer, at most 8 times the packed bytes each, beside 2 GiB for the programs.
     needed = 2 * GIB + (2 * 8 * weight_bytes(model) if model is not None and check_gpu().status != "ok" else 0)
     found = f"{available / GIB:.1f} GiB available"
     if available < needed:
@@ -174,13 +175,12 @@ def weight_bytes(model: Path) -> int:
 
 
 def check_shm() -> Check:
-    folder = Path("/dev/shm")  # noqa: S108 — looked at, not written to
-    if not folder.is_dir():
-        return Check("/dev/shm", "fail", "missing", "mount a tmpfs there: vLLM's processes share memory through it")
-    free = shutil.disk_usage(folder).free
+    if not SHARED_MEMORY.is_dir():
+        return Check(
+            str(SHARED_MEMORY), "fail", "missing", "mount a tmpfs there: vLLM's processes share memory through it"
+        )
+    free = shutil.disk_usage(SHARED_MEMORY).free
     found = f"{free / GIB:.2f} GiB free"
     if free < SHM_NEEDED:
-        return Check("/dev/shm", "fail", found, "enlarge it, for example `docker run --shm-size 1g`")
-    return Check("/dev/shm", "ok", found)
-
-
+        return Check(str(SHARED_MEMORY), "fail", found, "enlarge it, for example `docker run --shm-size 1g`")
+    return Check(str(SHARED_MEMORY), "ok", found)

@@ -1,6 +1,6 @@
 """Flags, environment and TOML for a pydantic-settings model: TOML file < environment < flags.
 
-One flag a field (`max_loras` → `--max-loras`), its help from the field's description, so that a setting is written once.
+One flag a field (`max_loras` → `--max-loras`), its help from the field's description: a setting is written once.
 """
 
 from __future__ import annotations

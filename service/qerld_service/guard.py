@@ -1,6 +1,6 @@
 """Ends the supervisor's children when the supervisor is killed without a chance to do so itself.
 
-    python -m qerld_service.guard GRACE_SECONDS     (standard input: one line "+PID" or "-PID" a child; end of file = act)
+    python -m qerld_service.guard GRACE_SECONDS     (standard input: a line "+PID" or "-PID" a child; its end = act)
 
 The supervisor holds the other end of standard input, so end of file means that it is gone, however it went. Each child
 leads its own process group: it gets SIGTERM and, after the grace, its whole group gets SIGKILL: grandchildren included,

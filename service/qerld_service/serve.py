@@ -42,27 +42,30 @@ class ServeSettings(BaseSettings):
     policy_metrics_port: int = Field(
         9465, ge=0, le=65535, description="Port of the policy server's Prometheus metrics; 0 takes a free one."
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where both roles compute; auto asks nvidia-smi.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the roles compute; auto asks nvidia-smi.")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="Number format of activations; auto is float32 on the CPU and bfloat16 on a GPU."
     )
     ready_file: Path | None = Field(None, description="File that gets the ports, as JSON, once both roles serve.")
-    restart_delay: float = Field(1.0, gt=0, description="Seconds before a dead child is started again; doubles up to 30.")
+    restart_delay: float = Field(
+        1.0, gt=0, description="Seconds until a dead child is started again; doubles up to 30."
+    )
     quick_deaths: int = Field(5, ge=1, description="Quick deaths in a row of one child after which serve gives up.")
     stop_grace: float = Field(20.0, ge=0, description="Seconds between SIGTERM and SIGKILL when children are stopped.")
     learner: dict[str, Any] = Field(
-        default_factory=dict, description="Further settings of the learner (see `qerld config learner`); repeatable."
+        default_factory=dict, description="Further settings of the learner (`qerld config learner`); repeatable."
     )
     policy: dict[str, Any] = Field(
-        default_factory=dict, description="Further settings of the policy server (see `qerld config policy`); repeatable."
+        default_factory=dict,
+        description="Further settings of the policy server (`qerld config policy`); repeatable.",
     )
 
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="qerld serve",
-        description="Start learner and policy server on this machine. A child that dies is started again; after repeated "
-        "quick deaths the command ends with status 1 and the end of that child's log. SIGTERM or Ctrl-C stops all.",
+        description="Start learner and policy server on this machine. A child that dies is started again; after "
+        "repeated quick deaths the command ends with status 1 and the end of that child's log. SIGTERM or Ctrl-C stops all.",
     )
     flags.add_flags(parser, ServeSettings)
     settings = flags.parsed(ServeSettings, parser, argv)

@@ -89,11 +89,11 @@ class Child:
     async def _run_once(self) -> tuple[int, float]:
         """Run until the process ends; returns its exit status and how many seconds it had been ready."""
         self.spec.ready_file.unlink(missing_ok=True)
-        process = await start_process(self.spec)
+        process, output = await start_process(self.spec)
         self.process = process
         self._guard.watch(process.pid)
         watcher = asyncio.create_task(self._watch_ready())
-        pump = asyncio.create_task(self._pump(process))
+        pump = asyncio.create_task(self._pump(output))
         try:
             code = await process.wait()
         except asyncio.CancelledError:
@@ -121,17 +121,16 @@ class Child:
             self._say("serve", f"{self.spec.name} did not stop within {self._policy.stop_grace:g} s; killing it")
 
     async def _watch_ready(self) -> float:
-        while not self.spec.ready_file.exists():
+        while not self.spec.ready_file.exists():  # noqa: ASYNC110 — a file, not an event
             await asyncio.sleep(READY_POLL_SECONDS)
         self.info = json.loads(self.spec.ready_file.read_text())
         self.ready.set()
         return time.monotonic()
 
-    async def _pump(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdout is not None
+    async def _pump(self, output: asyncio.StreamReader) -> None:
         rest = b""
         # In chunks, not by line: a progress bar is one endless line, and a full pipe would stop the child.
-        while chunk := await process.stdout.read(CHUNK_BYTES):
+        while chunk := await output.read(CHUNK_BYTES):
             *lines, rest = (rest + chunk).split(b"\n")
             for raw in lines:
                 self._log(raw)
@@ -217,18 +216,29 @@ class Supervisor:
         return {name: child.info for name, child in self.children.items()}
 
 
-async def start_process(spec: ChildSpec) -> asyncio.subprocess.Process:
-    """Start a child as the leader of its own session, standard output and error in one pipe."""
+async def start_process(spec: ChildSpec) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader]:
+    """Start a child as the leader of its own session; returns it and its standard output and error in one stream.
+
+    The pipe is ours: with asyncio's own, waiting for the child would also wait for grandchildren that hold its end.
+    """
     supervisor = os.getpid()
-    return await asyncio.create_subprocess_exec(
-        *spec.command,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        env={**os.environ, "PYTHONUNBUFFERED": "1", **spec.env},
-        start_new_session=True,
-        preexec_fn=lambda: die_with(supervisor),
-    )
+    reading, writing = os.pipe()
+    output = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(output), os.fdopen(reading, "rb"))
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *spec.command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=writing,
+            stderr=writing,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **spec.env},
+            start_new_session=True,
+            preexec_fn=lambda: die_with(supervisor),
+        )
+    finally:
+        os.close(writing)
+    return process, output
 
 
 def die_with(parent: int) -> None:

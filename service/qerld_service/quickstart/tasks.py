@@ -14,10 +14,42 @@ from itertools import combinations
 HELD_OUT_PROMPTS = 40
 SHOTS = 3
 # Common words of one or two tokens each, all different in their first letters often enough to sort.
-WORDS = (
-    "apple bread chair dance eagle field glass house island jacket kitchen lemon music night ocean paper queen river "
-    "stone table uncle village water yellow zebra bridge candle doctor engine forest garden hammer insect jungle"
-).split()
+WORDS = [
+    "apple",
+    "bread",
+    "chair",
+    "dance",
+    "eagle",
+    "field",
+    "glass",
+    "house",
+    "island",
+    "jacket",
+    "kitchen",
+    "lemon",
+    "music",
+    "night",
+    "ocean",
+    "paper",
+    "queen",
+    "river",
+    "stone",
+    "table",
+    "uncle",
+    "village",
+    "water",
+    "yellow",
+    "zebra",
+    "bridge",
+    "candle",
+    "doctor",
+    "engine",
+    "forest",
+    "garden",
+    "hammer",
+    "insect",
+    "jungle",
+]
 
 
 @dataclass(frozen=True)
@@ -47,7 +79,7 @@ class Task:
 
     def prompts(self, seed: int) -> Iterator[Item]:
         """Training items without end: shuffled, none a second time before all came once."""
-        order = random.Random(seed)
+        order = random.Random(seed)  # noqa: S311
         while True:
             yield from order.sample(self.train, len(self.train))
 
@@ -60,7 +92,7 @@ def make_task(name: str, seed: int) -> Task:
     """The task and its split for this seed; raises UnknownTaskError."""
     if name not in TASKS:
         raise UnknownTaskError(f"task: must be one of {', '.join(TASKS)}, got {name!r}")
-    chance = random.Random(f"{name} {seed}")
+    chance = random.Random(f"{name} {seed}")  # noqa: S311
     items = TASKS[name](chance)
     keys = sorted({item.key for item in items})
     chance.shuffle(keys)
