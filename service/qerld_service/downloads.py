@@ -1,0 +1,141 @@
+"""Adapter folders on this machine: downloaded from the learner, checked, resumed, deleted when no slot needs them."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import BinaryIO
+from urllib.parse import quote
+
+import grpc
+from qerld.v1 import common_pb2, policy_pb2, policy_pb2_grpc
+
+from qerld_service.desired import DesiredAdapter
+
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class DownloadError(RuntimeError):
+    """The files could not be had, or are not what the learner announced; another try may help."""
+
+
+class FolderInUseError(RuntimeError):
+    """Another policy server works in this cache folder."""
+
+
+class AdapterFolders:
+    """Folders under `root`, one for each version and content; held by one process at a time.
+
+    Raises:
+        FolderInUseError: another process holds `root`.
+    """
+
+    def __init__(self, root: Path, deadline: float, on_bytes: Callable[[int], None]) -> None:
+        root.mkdir(parents=True, exist_ok=True)
+        self._root, self._deadline, self._on_bytes = root, deadline, on_bytes
+        self._lock = _locked(root / ".lock")
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+    def path(self, adapter: DesiredAdapter) -> Path:
+        """Folder of a version; the run's name is escaped, it comes over the network."""
+        return self._root / f"{quote(adapter.run, safe='')}@{adapter.version}-{adapter.sha256[:16]}"
+
+    async def fetch(self, stub: policy_pb2_grpc.PolicyServiceAsyncStub, adapter: DesiredAdapter) -> Path:
+        """Return the folder of the version with both files, downloading what is missing.
+
+        Raises:
+            DownloadError: the learner cannot be reached, or a checksum does not fit.
+        """
+        if not _SHA256.fullmatch(adapter.sha256):
+            raise DownloadError(f"adapter_sha256: must be 64 hexadecimal digits, got {adapter.sha256!r}")
+        folder = self.path(adapter)
+        folder.mkdir(exist_ok=True)
+        await self._fetch_file(stub, adapter, folder / CONFIG, None)
+        await self._fetch_file(stub, adapter, folder / WEIGHTS, adapter.sha256)
+        return folder
+
+    def remove(self, adapter: DesiredAdapter) -> None:
+        """Delete the folder of a version; nothing happens when there is none."""
+        shutil.rmtree(self.path(adapter), ignore_errors=True)
+
+    def sweep(self, keep: Iterable[DesiredAdapter]) -> None:
+        """Delete every folder but those of the given versions: what an earlier process left behind."""
+        kept = {self.path(adapter) for adapter in keep}
+        for folder in self._root.iterdir():
+            if folder.is_dir() and "@" in folder.name and folder not in kept:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    async def _fetch_file(
+        self, stub: policy_pb2_grpc.PolicyServiceAsyncStub, adapter: DesiredAdapter, path: Path, sha256: str | None
+    ) -> None:
+        """Fetch one file; `sha256` None takes the checksum that comes with the download (the config is not announced)."""
+        if sha256 is not None and path.is_file() and await asyncio.to_thread(sha256_of, path) == sha256:
+            return
+        part = path.with_name(f"{path.name}.part")
+        if sha256 is None:
+            part.unlink(missing_ok=True)
+        announced = await self._stream(stub, adapter, path.name, part)
+        found = await asyncio.to_thread(sha256_of, part)
+        if found != (sha256 or announced):
+            part.unlink()
+            raise DownloadError(
+                f"{path.name} of {adapter.run}@{adapter.version}: sha256 must be {sha256 or announced}, got {found}: "
+                "damaged on the way or in the learner's version folder"
+            )
+        part.replace(path)
+
+    async def _stream(
+        self, stub: policy_pb2_grpc.PolicyServiceAsyncStub, adapter: DesiredAdapter, name: str, part: Path
+    ) -> str:
+        """Append the rest of the file to `part`; returns the announced checksum."""
+        announced = ""
+        offset = part.stat().st_size if part.exists() else 0
+        request = policy_pb2.DownloadAdapterRequest(
+            policy=common_pb2.Policy(run=adapter.run, version=adapter.version), file=name, offset=offset
+        )
+        try:
+            with part.open("ab") as file:
+                async for chunk in stub.DownloadAdapter(request, timeout=self._deadline):
+                    announced = announced or chunk.sha256
+                    _append(file, chunk, name)
+                    self._on_bytes(len(chunk.data))
+        except grpc.aio.AioRpcError as error:
+            if error.code() == grpc.StatusCode.OUT_OF_RANGE:  # the part is longer than the file: start anew
+                part.unlink(missing_ok=True)
+            what = f"{name} of {adapter.run}@{adapter.version}"
+            raise DownloadError(f"{what}: {error.code().name}: {error.details()}") from error
+        except OSError as error:
+            raise DownloadError(f"{part}: {error.strerror}; free space or set cache_dir to another disk") from error
+        return announced
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file, hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _append(file: BinaryIO, chunk: policy_pb2.DownloadAdapterResponse, name: str) -> None:
+    if chunk.offset != file.tell():
+        raise DownloadError(f"{name}: chunk offset must be {file.tell()}, got {chunk.offset}")
+    file.write(chunk.data)
+
+
+def _locked(path: Path) -> int:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise FolderInUseError(f"cache_dir: {path.parent} is in use by another policy server; give each its own") from error
+    return descriptor
