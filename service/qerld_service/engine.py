@@ -1,0 +1,394 @@
+"""The policy engine: vLLM's AsyncLLM with immutable adapter instances, each with its own noise.
+
+The only module of the server process that imports vLLM, and it does so at `PolicyEngine.start`: vLLM reads its
+environment variables when imported. The engine core is a child process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from qerld_kernels.checkpoint import CheckpointReader
+from qerld_kernels.noise import Noise
+
+from qerld_service.adapters import AdapterError, AdapterKey, Slot, SlotTable, check_adapter, linear_shapes
+from qerld_service.vllm_plugin import ENABLED
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+__all__ = ["Delta", "EngineConfig", "EngineDiedError", "EngineStats", "PolicyEngine", "RequestError", "Sampling"]
+
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM's max_lora_rank may be
+_ALWAYS = {
+    ENABLED: "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    # A forked core would inherit gRPC's threads and locks.
+    "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+}
+_ON_CPU = {
+    # Without these a tiny model takes 46 s for its first request and three processes instead of two; see docs/vllm.md.
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
+
+
+class EngineDiedError(RuntimeError):
+    """vLLM's engine process has died; the engine must be started again."""
+
+
+class RequestError(ValueError):
+    """A prompt or sampling field that cannot be served."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How to start the engine. `model`: a local folder, NVFP4 (compressed-tensors) or plain."""
+
+    model: Path
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """auto: bfloat16 on a GPU, float32 on the CPU (bf16 products are ten times slower on AVX2)."""
+    max_loras: int = 4
+    max_cpu_loras: int | None = None
+    """Adapters in host memory; None: max_loras + 2, the fewest with which vLLM never evicts one in use."""
+    max_lora_rank: int = 32
+    """Rounded up to a rank that vLLM's kernels know."""
+    max_model_len: int | None = None
+    """Tokens of prompt and completion; None: all that the model's positions allow."""
+    max_num_seqs: int | None = None
+    gpu_memory_utilization: float = 0.85
+    """Share of the GPU's memory for weights and key–value cache."""
+    cpu_kv_cache_gib: int = 1
+    """GiB of key–value cache on the CPU."""
+    enforce_eager: bool | None = None
+    """No compilation, no CUDA graphs; None: only on the CPU."""
+    tensor_parallel_size: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_loras < 1:
+            raise ValueError(f"max_loras: must be at least 1, got {self.max_loras}")
+        if not 1 <= self.max_lora_rank <= _RANKS[-1]:
+            raise ValueError(f"max_lora_rank: must be from 1 to {_RANKS[-1]}, got {self.max_lora_rank}")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The sampling that keeps behaviour log-probabilities exact: no truncation, no penalties."""
+
+    max_tokens: int
+    n: int = 1
+    temperature: float = 1.0
+    """0 takes the most probable token: for evaluation, never for training."""
+    seed: int | None = None
+    """Completion i is drawn with seed + i."""
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Delta:
+    """New tokens of completion `index`: logprobs[j] is the log-probability of token_ids[j] after temperature.
+
+    `finish_reason` ("stop", "length" or "abort") comes with the last delta of a completion. `text` is without the stop
+    string and without special tokens.
+    """
+
+    index: int
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str | None
+    text: str
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """`in_flight`: running requests by adapter; `noise_realised`: realised σ / intended σ by loaded adapter."""
+
+    capacity: int
+    in_flight: Mapping[AdapterKey, int]
+    noise_realised: Mapping[AdapterKey, float]
+
+
+class PolicyEngine:
+    """Made by `start`; belongs to the event loop that started it."""
+
+    def __init__(self, llm: AsyncLLM, config: EngineConfig, model: CheckpointReader) -> None:
+        self._llm = llm
+        self._vocab_size = int(llm.model_config.get_vocab_size())
+        self._max_len = int(llm.model_config.max_model_len) - 1
+        self._max_rank = config.max_lora_rank
+        self._shapes = linear_shapes(model)
+        self._slots = SlotTable(config.max_loras)
+        self._realised: dict[AdapterKey, float] = {}
+        self._loading = asyncio.Lock()
+
+    @classmethod
+    async def start(cls, config: EngineConfig) -> PolicyEngine:
+        """Load the model; about 20 s for a tiny one on a CPU, 2 min for 7B on a GPU (compilation, CUDA graphs).
+
+        Raises:
+            CheckpointError: the model folder is broken or of an unknown architecture.
+            RuntimeError: vLLM could not start; its log says why.
+        """
+        model = CheckpointReader(config.model)
+        on_cpu = not torch.cuda.is_available()
+        _set_environment(config, on_cpu)
+        # In a thread, so that health checks of this process are answered meanwhile.
+        llm = await asyncio.to_thread(_start_vllm, config, model, on_cpu)
+        return cls(llm, config, model)
+
+    @property
+    def errored(self) -> bool:
+        """The engine process has died."""
+        return bool(self._llm.errored)
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and completion; one less than vLLM's own limit, so that every completion can be scored."""
+        return self._max_len
+
+    @property
+    def loaded(self) -> frozenset[AdapterKey]:
+        """Adapters that accept requests."""
+        return self._slots.loaded
+
+    @property
+    def stats(self) -> EngineStats:
+        """Numbers for metrics; costs nothing."""
+        return EngineStats(self._slots.capacity, self._slots.in_flight, dict(self._realised))
+
+    @property
+    def core_pids(self) -> list[int]:
+        """Process ids of vLLM's engine core."""
+        manager = self._llm.engine_core.resources.engine_manager
+        return [process.pid for process in manager.processes]
+
+    async def load(self, key: AdapterKey, folder: Path, noise: Noise | None) -> float:
+        """Load a PEFT folder under `key`, its noise fixed; returns seconds. Running requests are not disturbed.
+
+        The folder is read once and must stay as it is until the adapter is unloaded.
+
+        Raises:
+            AdapterError: a bad adapter, one already loaded, or noise on a clean key; the engine stays usable.
+            SlotsFullError: all max_loras slots are in use.
+        """
+        if noise is not None and not key.noisy:
+            raise AdapterError(f"{key.name}: a clean instance cannot carry noise; use AdapterKey(…, noisy=True)")
+        started = time.monotonic()
+        slot = self._slots.reserve(key, folder)
+        try:
+            await asyncio.to_thread(check_adapter, folder, self._shapes, self._max_rank)
+            async with self._loading:
+                await self._add(slot, noise)
+        except BaseException:
+            self._slots.free(slot)
+            raise
+        slot.loaded = True
+        return time.monotonic() - started
+
+    async def unload(self, key: AdapterKey) -> None:
+        """Refuse new requests on `key`, wait for the running ones (never aborted), and free its slot.
+
+        Raises:
+            AdapterNotLoadedError: no such adapter is loaded.
+        """
+        slot = await self._slots.drain(key)
+        with _engine_errors():
+            await self._llm.remove_lora(slot.adapter_id)
+            await self._llm.collective_rpc("qerld_forget_noise", args=(slot.adapter_id,))
+        self._slots.free(slot)
+        self._realised.pop(key, None)
+
+    async def generate(
+        self, key: AdapterKey, request_id: str, prompt_ids: Sequence[int], sampling: Sampling
+    ) -> AsyncIterator[Delta]:
+        """Sample `sampling.n` completions of one prompt; closing the iterator aborts them.
+
+        max_tokens is cut to what fits into `max_model_len`; the finish reason is then "length".
+
+        Raises:
+            AdapterNotLoadedError: the adapter is not loaded.
+            RequestError: a prompt that is empty, too long or out of the vocabulary, or bad sampling.
+            EngineDiedError: the engine died, also amid the stream.
+        """
+        params = self._sampling_params(prompt_ids, sampling)
+        async with self._request(key) as slot:
+            stream = self._llm.generate(_prompt(prompt_ids, slot), params, request_id, lora_request=_lora_request(slot))
+            with _engine_errors():
+                async with contextlib.aclosing(stream):
+                    async for output in stream:
+                        for completion in output.outputs:
+                            yield _delta(completion)
+
+    async def score(self, key: AdapterKey, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> list[float]:
+        """Log-probability of each completion token after those before it, at temperature 1.
+
+        Raises:
+            AdapterNotLoadedError, RequestError, EngineDiedError: as `generate`.
+        """
+        from vllm import SamplingParams
+
+        ids = [*prompt_ids, *completion_ids]
+        self._check_ids(prompt_ids, len(completion_ids))
+        self._check_ids(ids, 0)
+        params = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
+        async with self._request(key) as slot:
+            stream = self._llm.generate(
+                _prompt(ids, slot), params, f"score-{uuid.uuid4().hex}", lora_request=_lora_request(slot)
+            )
+            with _engine_errors():
+                async with contextlib.aclosing(stream):
+                    async for output in stream:
+                        logprobs = output.prompt_logprobs
+        return [_logprob(logprobs[at], ids[at]) for at in range(len(prompt_ids), len(ids))]
+
+    async def abort(self, request_id: str) -> None:
+        """End a running request; its stream finishes with the reason "abort". Unknown ids are ignored."""
+        with _engine_errors():
+            await self._llm.abort(request_id)
+
+    async def check_health(self) -> None:
+        """Raises EngineDiedError when the engine process has died."""
+        with _engine_errors():
+            await self._llm.check_health()
+
+    async def stop(self) -> None:
+        """End the engine process; open requests end with EngineDiedError."""
+        await asyncio.to_thread(self._llm.shutdown)
+
+    async def _add(self, slot: Slot, noise: Noise | None) -> None:
+        try:
+            with _engine_errors():
+                if noise is not None:
+                    args = (slot.adapter_id, noise.sigma, noise.seed, noise.relative)
+                    await self._llm.collective_rpc("qerld_set_noise", args=args)
+                await self._llm.add_lora(_lora_request(slot))
+                shares = await self._llm.collective_rpc("qerld_realised_share", args=(slot.adapter_id,))
+        except EngineDiedError:
+            raise
+        except Exception as error:  # vLLM's core wraps whatever the loader raised in a bare Exception
+            await self._llm.collective_rpc("qerld_forget_noise", args=(slot.adapter_id,))
+            raise AdapterError(f"{slot.key.name}: vLLM refused {slot.folder}: {error}") from error
+        if noise is not None:
+            self._realised[slot.key] = min(shares)
+
+    @contextlib.asynccontextmanager
+    async def _request(self, key: AdapterKey) -> AsyncIterator[Slot]:
+        slot = self._slots.acquire(key)
+        try:
+            yield slot
+        finally:
+            await self._slots.release(slot)
+
+    def _sampling_params(self, prompt_ids: Sequence[int], sampling: Sampling) -> SamplingParams:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        self._check_ids(prompt_ids, 1)
+        if sampling.n < 1 or sampling.max_tokens < 1 or sampling.temperature < 0:
+            raise RequestError(
+                f"sampling: n and max_tokens must be at least 1 and temperature at least 0, got n = {sampling.n}, "
+                f"max_tokens = {sampling.max_tokens}, temperature = {sampling.temperature}"
+            )
+        return SamplingParams(
+            n=sampling.n,
+            temperature=sampling.temperature,
+            max_tokens=min(sampling.max_tokens, self._max_len - len(prompt_ids)),
+            seed=sampling.seed,
+            stop_token_ids=list(sampling.stop_token_ids),
+            stop=list(sampling.stop),
+            logprobs=0,
+            output_kind=RequestOutputKind.DELTA,
+        )
+
+    def _check_ids(self, ids: Sequence[int], more: int) -> None:
+        if not 1 <= len(ids) <= self._max_len - more:
+            raise RequestError(f"prompt_ids: must have from 1 to {self._max_len - more} tokens, got {len(ids)}")
+        if min(ids) < 0 or max(ids) >= self._vocab_size:
+            bad = next(token for token in ids if not 0 <= token < self._vocab_size)
+            raise RequestError(f"prompt_ids: must be from 0 to {self._vocab_size - 1}, got {bad}")
+
+
+def _set_environment(config: EngineConfig, on_cpu: bool) -> None:
+    """vLLM's settings for us; what the user has set stays."""
+    settings = dict(_ALWAYS)
+    if on_cpu:
+        settings |= _ON_CPU | {"VLLM_CPU_KVCACHE_SPACE": str(config.cpu_kv_cache_gib)}
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+
+
+def _start_vllm(config: EngineConfig, model: CheckpointReader, on_cpu: bool) -> AsyncLLM:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    dtype = config.dtype if config.dtype != "auto" else ("float32" if on_cpu else "bfloat16")
+    positions = model.config.get("max_position_embeddings")
+    limit = config.max_model_len + 1 if config.max_model_len is not None else None
+    if limit is not None and isinstance(positions, int):
+        limit = min(limit, positions)
+    args = AsyncEngineArgs(
+        model=str(config.model),
+        dtype=dtype,
+        seed=config.seed,
+        max_model_len=limit,
+        max_num_seqs=config.max_num_seqs,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        tensor_parallel_size=config.tensor_parallel_size,
+        enforce_eager=on_cpu if config.enforce_eager is None else config.enforce_eager,
+        distributed_executor_backend="uni" if on_cpu else None,
+        enable_lora=True,
+        max_loras=config.max_loras,
+        max_cpu_loras=config.max_cpu_loras or config.max_loras + 2,
+        max_lora_rank=next(rank for rank in _RANKS if rank >= config.max_lora_rank),
+        worker_extension_cls="qerld_service.worker.NoiseWorkerExtension",
+        enable_prefix_caching=True,
+        generation_config="vllm",  # the model's own sampling defaults would change the behaviour distribution
+        logprobs_mode="processed_logprobs",  # the raw ones ignore temperature
+    )
+    return AsyncLLM.from_engine_args(args)
+
+
+@contextlib.contextmanager
+def _engine_errors() -> Iterator[None]:
+    """vLLM's EngineDeadError as ours."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        yield
+    except EngineDeadError as error:
+        raise EngineDiedError("vLLM's engine process has died; its log says why. Start the engine again") from error
+
+
+def _prompt(ids: Sequence[int], slot: Slot) -> Any:
+    return {"prompt_token_ids": list(ids), "cache_salt": slot.name}
+
+
+def _lora_request(slot: Slot) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(lora_name=slot.name, lora_int_id=slot.adapter_id, lora_path=str(slot.folder))
+
+
+def _delta(completion: Any) -> Delta:
+    ids = list(completion.token_ids)
+    logprobs = [_logprob(entry, token) for entry, token in zip(completion.logprobs or [], ids, strict=True)]
+    return Delta(completion.index, ids, logprobs, completion.finish_reason, completion.text)
+
+
+def _logprob(entry: Any, token: int) -> float:
+    return float(entry[token].logprob)
