@@ -25,8 +25,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--search",
         choices=get_args(Search),
-        default="mse",
-        help="block scales by least mean square error or by absolute maximum (default: mse)",
+        default="absmax",
+        help="block scales by absolute maximum (default) or by least mean square error, which has the worse perplexity",
     )
     arguments = parser.parse_args(argv)
     try:
