@@ -176,9 +176,7 @@ def weight_bytes(model: Path) -> int:
 
 def check_shm() -> Check:
     if not SHARED_MEMORY.is_dir():
-        return Check(
-            str(SHARED_MEMORY), "fail", "missing", "mount a tmpfs there: vLLM's processes share memory through it"
-        )
+        return Check(str(SHARED_MEMORY), "fail", "missing", "mount a tmpfs there for vLLM's processes")
     free = shutil.disk_usage(SHARED_MEMORY).free
     found = f"{free / GIB:.2f} GiB free"
     if free < SHM_NEEDED:

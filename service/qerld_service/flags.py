@@ -29,7 +29,9 @@ def add_flags(parser: argparse.ArgumentParser, model: type[BaseSettings]) -> Non
         flag = f"--{name.replace('_', '-')}"
         text = f"{info.description} [{variable(model, name)}; default: {default_text(info)}]".replace("%", "%%")
         if info.annotation is bool:
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
+            parser.add_argument(
+                flag, nargs="?", const="true", default=argparse.SUPPRESS, metavar="true|false", help=text
+            )
         elif is_table(info):
             parser.add_argument(
                 flag, action="append", default=argparse.SUPPRESS, metavar="KEY=VALUE", type=key_value, help=text

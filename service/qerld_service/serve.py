@@ -65,7 +65,8 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="qerld serve",
         description="Start learner and policy server on this machine. A child that dies is started again; after "
-        "repeated quick deaths the command ends with status 1 and the end of that child's log. SIGTERM or Ctrl-C stops all.",
+        "repeated quick deaths the command ends with status 1 and the end of that child's log. SIGTERM or Ctrl-C stops "
+        "all.",
     )
     flags.add_flags(parser, ServeSettings)
     settings = flags.parsed(ServeSettings, parser, argv)

@@ -13,43 +13,12 @@ from itertools import combinations
 
 HELD_OUT_PROMPTS = 40
 SHOTS = 3
-# Common words of one or two tokens each, all different in their first letters often enough to sort.
-WORDS = [
-    "apple",
-    "bread",
-    "chair",
-    "dance",
-    "eagle",
-    "field",
-    "glass",
-    "house",
-    "island",
-    "jacket",
-    "kitchen",
-    "lemon",
-    "music",
-    "night",
-    "ocean",
-    "paper",
-    "queen",
-    "river",
-    "stone",
-    "table",
-    "uncle",
-    "village",
-    "water",
-    "yellow",
-    "zebra",
-    "bridge",
-    "candle",
-    "doctor",
-    "engine",
-    "forest",
-    "garden",
-    "hammer",
-    "insect",
-    "jungle",
-]
+# Common words; the first letters differ often enough to sort by.
+WORD_LIST = (
+    "apple bread chair dance eagle field glass house island jacket kitchen lemon music night ocean paper queen river "
+    "stone table uncle village water yellow zebra bridge candle doctor engine forest garden hammer insect jungle"
+)
+WORDS = tuple(WORD_LIST.split())
 
 
 @dataclass(frozen=True)
