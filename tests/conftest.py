@@ -23,7 +23,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def engine(tiny_model: tuple[Path, Path]) -> AsyncIterator[PolicyEngine]:
-    """A running engine on the NVFP4 tiny model with 6 slots. Tests use their own run names and unload what they load."""
+    """A running engine on the NVFP4 tiny model with 6 slots. Unload what you load."""
     from qerld_service.engine import EngineConfig, PolicyEngine
 
     started = await PolicyEngine.start(

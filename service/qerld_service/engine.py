@@ -268,6 +268,8 @@ class PolicyEngine:
 
     async def stop(self) -> None:
         """End the engine process; open requests end with EngineDiedError."""
+        if not any(self._slots.in_flight.values()) and self._llm.output_handler is not None:
+            self._llm.output_handler.cancel()  # else it logs the engine's end as an error
         await asyncio.to_thread(self._llm.shutdown)
 
     async def _add(self, slot: Slot, noise: Noise | None) -> None:
@@ -299,11 +301,7 @@ class PolicyEngine:
         from vllm.sampling_params import RequestOutputKind
 
         self._check_ids(prompt_ids, 1)
-        if sampling.n < 1 or sampling.max_tokens < 1 or sampling.temperature < 0:
-            raise RequestError(
-                f"sampling: n and max_tokens must be at least 1 and temperature at least 0, got n = {sampling.n}, "
-                f"max_tokens = {sampling.max_tokens}, temperature = {sampling.temperature}"
-            )
+        _check_sampling(sampling)
         return SamplingParams(
             n=sampling.n,
             temperature=sampling.temperature,
@@ -321,6 +319,18 @@ class PolicyEngine:
         if min(ids) < 0 or max(ids) >= self._vocab_size:
             bad = next(token for token in ids if not 0 <= token < self._vocab_size)
             raise RequestError(f"prompt_ids: must be from 0 to {self._vocab_size - 1}, got {bad}")
+
+
+def _check_sampling(sampling: Sampling) -> None:
+    if sampling.n < 1 or sampling.max_tokens < 1:
+        raise RequestError(
+            f"sampling: n and max_tokens must be at least 1, got n = {sampling.n}, max_tokens = {sampling.max_tokens}"
+        )
+    if not sampling.temperature >= 0 or (sampling.temperature == 0 and sampling.n > 1):
+        raise RequestError(
+            f"sampling.temperature: must be at least 0, and 0 (greedy) needs n = 1, got {sampling.temperature} "
+            f"with n = {sampling.n}"
+        )
 
 
 def _set_environment(config: EngineConfig, on_cpu: bool) -> None:

@@ -12,7 +12,7 @@ Runs inside vLLM's worker process; loaded by `vllm_plugin`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from qerld_kernels.architectures import architecture_of, noisy_norm_names
@@ -51,13 +51,13 @@ class _SlotNorm(torch.nn.Module):
     def forward_native(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> NormOutput:
         """x and residual [tokens, d] → the norm, and the sum x + residual when there is a residual."""
         if self.noise_table is None or self.slots is None:
-            return super().forward_native(x, residual)  # type: ignore[misc, no-any-return]
+            return cast(NormOutput, super().forward_native(x, residual))  # type: ignore[misc]
         return self._with_noise(x, residual, self.noise_table, self.slots)
 
     def forward_cuda(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> NormOutput:
         """As `forward_native`; without a table vLLM's own kernel."""
         if self.noise_table is None or self.slots is None:
-            return super().forward_cuda(x, residual)  # type: ignore[misc, no-any-return]
+            return cast(NormOutput, super().forward_cuda(x, residual))  # type: ignore[misc]
         return self._with_noise(x, residual, self.noise_table, self.slots)
 
     def _with_noise(
@@ -69,11 +69,11 @@ class _SlotNorm(torch.nn.Module):
         return add_rmsnorm_slots(x, residual, weight, table, slots, self.variance_epsilon, self.unit_offset)
 
 
-class SlotRMSNorm(_SlotNorm, RMSNorm):
+class SlotRMSNorm(_SlotNorm, RMSNorm):  # type: ignore[misc]
     """y = rms(x) · (w + Z[slot + 1])"""
 
 
-class SlotGemmaRMSNorm(_SlotNorm, GemmaRMSNorm):
+class SlotGemmaRMSNorm(_SlotNorm, GemmaRMSNorm):  # type: ignore[misc]
     """y = rms(x) · (1 + w + Z[slot + 1])"""
 
     unit_offset = True

@@ -85,7 +85,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_adapter(folder: Path, seed: int, scale: float, rank: int = 8) -> Path:
-    """A PEFT folder, made at `folder`, on all linear layers; `scale` is the size of B (0: an adapter without effect)."""
+    """A PEFT folder at `folder`, on all linear layers; `scale` is the size of B (0: an adapter without effect)."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for layer in range(LAYERS):
