@@ -99,7 +99,7 @@ def read_version(folder: Path, config: TrainerConfig, device: torch.device) -> t
 
     Raises `VersionFolderError` when a file is missing, its size or digest differs, or the LoRA shape is another one.
     """
-    text = read_index(folder)
+    text = read_index(folder, config)
     index = json.loads(text)
     if index.get("format") != FORMAT:
         raise VersionFolderError(
@@ -107,25 +107,30 @@ def read_version(folder: Path, config: TrainerConfig, device: torch.device) -> t
         )
     for name, expected in index["files"].items():
         _verify(folder / name, expected)
-    _same_shape(folder, index["lora"], config.lora)
     tensors = _load(folder / STATE_FILE, device)
     parts = {part: _strip(tensors, part) for part in ("weights", "first_moments", "second_moments")}
     return AdapterState(**parts, updates=index["updates"], step=index["step"]), text
 
 
-def read_index(folder: Path) -> str:
-    """Return the text of state.json; raises `VersionFolderError` when the folder is not a finished version."""
+def read_index(folder: Path, config: TrainerConfig) -> str:
+    """Return the text of state.json.
+
+    Raises `VersionFolderError` when the folder is not a finished version, or one of another format or LoRA shape.
+    """
+    path = folder / INDEX_FILE
     try:
-        text = (folder / INDEX_FILE).read_text()
-        json.loads(text)
+        text = path.read_text()
+        index = json.loads(text)
+        found = msgspec.convert(index["lora"], LoraShape)
     except FileNotFoundError as error:
+        raise VersionFolderError(f"{path} is missing: not a finished version; use the last committed one") from error
+    except (ValueError, KeyError, TypeError, msgspec.ValidationError) as error:
+        raise VersionFolderError(f"{path} cannot be read ({error}); use the last committed version") from error
+    if index.get("format") != FORMAT:
         raise VersionFolderError(
-            f"{folder} holds no {INDEX_FILE}: not a finished version; use the last committed one"
-        ) from error
-    except ValueError as error:
-        raise VersionFolderError(
-            f"{folder / INDEX_FILE} is not JSON ({error}); use the last committed version"
-        ) from error
+            f"{folder}: format must be {FORMAT}, got {index.get('format')}; use the matching release"
+        )
+    _same_shape(folder, found, config.lora)
     return text
 
 
@@ -200,12 +205,12 @@ def _peft_config(config: TrainerConfig) -> dict[str, Any]:
     }
 
 
-def _same_shape(folder: Path, found: dict[str, Any], wanted: LoraShape) -> None:
+def _same_shape(folder: Path, found: LoraShape, wanted: LoraShape) -> None:
     for field in ("rank", "alpha", "target_modules"):
-        expected = msgspec.to_builtins(wanted)[field]
-        if found[field] != expected:
+        before, now = getattr(found, field), getattr(wanted, field)
+        if before != now:
             raise VersionFolderError(
-                f"{folder}: lora.{field} is {found[field]}, the run's is {expected}; a run keeps its LoRA shape"
+                f"{folder}: lora.{field} is {before}, the run's is {now}; a run keeps its LoRA shape"
             )
 
 

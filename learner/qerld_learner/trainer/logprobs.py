@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 # Logits of one chunk in fp32; the chunk's peak is about three times that. Large products pay on a GPU only.
-CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
+CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 512 << 20}
 
 
 @dataclass(frozen=True)

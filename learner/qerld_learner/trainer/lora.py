@@ -41,7 +41,8 @@ class RoundedLora(PeftLinear):  # type: ignore[misc]
             return y
         down = rounded(self.lora_A[ADAPTER].weight).to(x.dtype)
         up = rounded(self.lora_B[ADAPTER].weight).to(x.dtype)
-        return y + (x @ down.T @ up.T) * self.scaling[ADAPTER]
+        delta: Tensor = (x @ down.T @ up.T) * self.scaling[ADAPTER]
+        return y + delta
 
 
 def rounded(master: Tensor) -> Tensor:
@@ -77,6 +78,7 @@ def detach(model: nn.Module) -> None:
         if isinstance(module, RoundedLora):
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, module.base_layer)
+    del model.peft_config  # PEFT's note of the adapter; attaching again would warn about two
 
 
 @contextlib.contextmanager
@@ -124,6 +126,11 @@ def check_weights(masters: dict[str, nn.Parameter], weights: dict[str, Tensor]) 
 def _check(model: nn.Module, shape: LoraShape) -> None:
     if shape.rank < 1 or not shape.alpha > 0:
         raise LoraError(f"lora.rank must be ≥ 1 and lora.alpha > 0, got {shape.rank} and {shape.alpha}")
-    linear = {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, Nvfp4Linear | nn.Linear)}
-    if unknown := sorted(set(shape.target_modules) - linear) or not shape.target_modules:
-        raise LoraError(f"lora.target_modules: {unknown or 'empty'}; the model's linear layers are {sorted(linear)}")
+    layers = [name for name, m in model.named_modules() if isinstance(m, Nvfp4Linear | nn.Linear)]
+    known = {name.rpartition(".")[2] for name in layers} - {"lm_head"}  # the head's log-probabilities assume it frozen
+    if not shape.target_modules:
+        raise LoraError(f"lora.target_modules is empty; choose from {sorted(known)}")
+    if unknown := sorted(set(shape.target_modules) - known):
+        raise LoraError(
+            f"lora.target_modules: {unknown} are not linear layers of the model; choose from {sorted(known)}"
+        )

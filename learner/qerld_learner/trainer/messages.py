@@ -68,8 +68,9 @@ class AqnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class TrainerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything about a run that the trainer needs and that does not change from step to step.
 
-    `token_budget` is the number of prefix-tree tokens in one micro-batch. `cache_dequantized` keeps the base's linear
-    weights dequantised (fp32: 8 times the packed bytes); `activation_checkpointing` recomputes layers in the backward.
+    `token_budget` is the number of prefix-tree tokens in one micro-batch (about 2.5 MB a
+    token for SmolLM2-135M in fp32). `cache_dequantized` keeps the base's linear weights dequantised: a tenth faster for
+    SmolLM2 on the CPU, at 8 times the packed bytes. `activation_checkpointing` recomputes layers in the backward.
     """
 
     base: str
@@ -80,7 +81,7 @@ class TrainerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     optimizer: OptimizerConfig = OptimizerConfig()
     aqn: AqnConfig = AqnConfig()
     temperature: float = 1.0
-    token_budget: int = 4096
+    token_budget: int = 2048
     seed: int = 0
     cache_dequantized: bool = False
     activation_checkpointing: bool = False

@@ -99,10 +99,14 @@ class BaseModel:
         return float(getattr(self.causal.config, "logits_scaling", 1.0))
 
     def _masks(self, tree: PrefixTree) -> Any:
-        full = tree_mask(tree)
+        full = self._additive(tree_mask(tree))
         if self._window is None:
             return full
-        return {"full_attention": full, "sliding_attention": tree_mask(tree, window=self._window)}
+        return {"full_attention": full, "sliding_attention": self._additive(tree_mask(tree, window=self._window))}
+
+    def _additive(self, mask: Tensor) -> Tensor:
+        """Return 0 where a row attends and −∞ elsewhere, made once: each layer would convert a boolean mask again."""
+        return torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
     def _fill(self, reader: CheckpointReader, config: TrainerConfig) -> None:
         """Replace NVFP4 layers and read every other parameter, one tensor at a time."""

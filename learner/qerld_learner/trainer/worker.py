@@ -128,7 +128,7 @@ class Worker:
 
     def _state(self, folder: Path, config: TrainerConfig) -> AdapterState:
         """Return a version's state: from memory when it is the last one, by the digests in its state.json."""
-        if self._last is not None and checkpoint.read_index(folder) == self._last[0]:
+        if self._last is not None and checkpoint.read_index(folder, config) == self._last[0]:
             return self._last[1]
         state, index = checkpoint.read_version(folder, config, torch.device(config.device))
         lora.check_weights(self._masters, state.weights)
