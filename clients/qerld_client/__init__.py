@@ -1,0 +1,83 @@
+"""Client of qerld: sample groups from the live policy, reward them, follow the run. Needs no torch and no vLLM.
+
+The loop of a reward author:
+
+    with Client("localhost:50051") as client:
+        client.create_run("sums", RunConfig(max_steps=30), exist_ok=True)
+        tasks = (Task(f"{a} + {b} =", {"answer": str(a + b)}) for a, b in pairs)
+        for report in client.train("sums", tasks, lambda r: float(r.text.strip() == r.labels["answer"])):
+            print(report.step, report.metrics["reward_mean"])
+"""
+
+from qerld.v1.common_pb2 import Messages, Noise, Policy, Prompt, Rollout, Sampling, Span, TokenIds
+from qerld.v1.policy_pb2 import PolicyVersion
+from qerld.v1.reward_pb2 import Abstention, Outcome, OutcomeAnswer, OutcomeError, Receipt, Values
+from qerld.v1.rollout_pb2 import Group, Segment, Trajectory
+from qerld.v1.run_pb2 import AdaptiveNoise, Algorithm, LoraConfig, Optimizer, Replica, Run, RunConfig, RunReport
+
+from qerld_client.aio_client import AsyncClient
+from qerld_client.errors import (
+    AdapterError,
+    AlreadyExistsError,
+    BusyError,
+    DeadlineError,
+    InvalidRequestError,
+    NotFoundError,
+    NotServedError,
+    OutcomesRejectedError,
+    PreconditionError,
+    QerldError,
+    UnavailableError,
+    Violation,
+)
+from qerld_client.requests import PromptLike, Rewards, SampledGroup, Task
+from qerld_client.retry import RetryPolicy
+from qerld_client.sync_client import Client
+
+__all__ = [
+    "Abstention",
+    "AdapterError",
+    "AdaptiveNoise",
+    "Algorithm",
+    "AlreadyExistsError",
+    "AsyncClient",
+    "BusyError",
+    "Client",
+    "DeadlineError",
+    "Group",
+    "InvalidRequestError",
+    "LoraConfig",
+    "Messages",
+    "Noise",
+    "NotFoundError",
+    "NotServedError",
+    "Optimizer",
+    "Outcome",
+    "OutcomeAnswer",
+    "OutcomeError",
+    "OutcomesRejectedError",
+    "Policy",
+    "PolicyVersion",
+    "PreconditionError",
+    "Prompt",
+    "PromptLike",
+    "QerldError",
+    "Receipt",
+    "Replica",
+    "RetryPolicy",
+    "Rewards",
+    "Rollout",
+    "Run",
+    "RunConfig",
+    "RunReport",
+    "SampledGroup",
+    "Sampling",
+    "Segment",
+    "Span",
+    "Task",
+    "TokenIds",
+    "Trajectory",
+    "UnavailableError",
+    "Values",
+    "Violation",
+]
