@@ -1,0 +1,40 @@
+# Each target sets up what it needs: the first one takes about three minutes, later ones start at once.
+BIN := .venv/bin
+# Further arguments: make quickstart ARGS="--task sums --seed 1", make test ARGS="tests/cli -x"
+ARGS ?=
+
+.PHONY: help setup quickstart test lint format types proto proto-check clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+
+setup:  ## make the virtual environment, with the vLLM build that fits this machine
+	@python3 scripts/bootstrap.py
+
+quickstart: setup  ## train a small real model through the whole service, in minutes
+	$(BIN)/qerld quickstart $(ARGS)
+
+test: setup  ## run the tests that need neither a GPU nor minutes each
+	$(BIN)/pytest $(ARGS)
+
+lint: setup  ## check style and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: setup  ## mend style and formatting
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: setup  ## check types
+	$(BIN)/mypy
+
+proto: setup  ## generate the code of proto/
+	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/proto.sh
+
+proto-check: proto  ## check that the committed code is what proto/ generates, and lint the API
+	git diff --exit-code -- proto
+	scripts/buf.sh lint
+
+clean:  ## remove what was built or downloaded here, the environment and caches included; runs/ stays
+	rm -rf .venv .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
