@@ -20,6 +20,7 @@ from qerld_service.desired import DesiredAdapter
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
+_BAD_OFFSET = (grpc.StatusCode.OUT_OF_RANGE, grpc.StatusCode.INVALID_ARGUMENT)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -78,16 +79,16 @@ class AdapterFolders:
     async def _fetch_file(
         self, stub: policy_pb2_grpc.PolicyServiceAsyncStub, adapter: DesiredAdapter, path: Path, sha256: str | None
     ) -> None:
-        """Fetch one file; `sha256` None takes the checksum that comes with the download (the config is not announced)."""
-        if sha256 is not None and path.is_file() and await asyncio.to_thread(sha256_of, path) == sha256:
+        """Fetch one file; `sha256` None takes the checksum that comes with the download (the config has no other)."""
+        if sha256 is not None and await asyncio.to_thread(sha256_of, path) == sha256:
             return
         part = path.with_name(f"{path.name}.part")
         if sha256 is None:
-            part.unlink(missing_ok=True)
+            remove(part)
         announced = await self._stream(stub, adapter, path.name, part)
         found = await asyncio.to_thread(sha256_of, part)
         if found != (sha256 or announced):
-            part.unlink()
+            remove(part)
             raise DownloadError(
                 f"{path.name} of {adapter.run}@{adapter.version}: sha256 must be {sha256 or announced}, got {found}: "
                 "damaged on the way or in the learner's version folder"
@@ -99,19 +100,18 @@ class AdapterFolders:
     ) -> str:
         """Append the rest of the file to `part`; returns the announced checksum."""
         announced = ""
-        offset = part.stat().st_size if part.exists() else 0
-        request = policy_pb2.DownloadAdapterRequest(
-            policy=common_pb2.Policy(run=adapter.run, version=adapter.version), file=name, offset=offset
-        )
         try:
             with part.open("ab") as file:
+                request = policy_pb2.DownloadAdapterRequest(
+                    policy=common_pb2.Policy(run=adapter.run, version=adapter.version), file=name, offset=file.tell()
+                )
                 async for chunk in stub.DownloadAdapter(request, timeout=self._deadline):
                     announced = announced or chunk.sha256
                     _append(file, chunk, name)
                     self._on_bytes(len(chunk.data))
         except grpc.aio.AioRpcError as error:
-            if error.code() == grpc.StatusCode.OUT_OF_RANGE:  # the part is longer than the file: start anew
-                part.unlink(missing_ok=True)
+            if error.code() in _BAD_OFFSET:  # the part is longer than the file: start anew
+                remove(part)
             what = f"{name} of {adapter.run}@{adapter.version}"
             raise DownloadError(f"{what}: {error.code().name}: {error.details()}") from error
         except OSError as error:
@@ -119,8 +119,15 @@ class AdapterFolders:
         return announced
 
 
-def sha256_of(path: Path) -> str:
-    """SHA-256 of a file, hexadecimal."""
+def remove(path: Path) -> None:
+    """Delete a file if it is there."""
+    path.unlink(missing_ok=True)
+
+
+def sha256_of(path: Path) -> str | None:
+    """SHA-256 of a file, hexadecimal; None when there is no such file."""
+    if not path.is_file():
+        return None
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -137,5 +144,7 @@ def _locked(path: Path) -> int:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(descriptor)
-        raise FolderInUseError(f"cache_dir: {path.parent} is in use by another policy server; give each its own") from error
+        raise FolderInUseError(
+            f"cache_dir: {path.parent} is in use by another policy server; give each its own"
+        ) from error
     return descriptor

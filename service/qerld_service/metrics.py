@@ -1,4 +1,4 @@
-"""Prometheus metrics of the policy server, beside vLLM's own. Labels are bounded: never a version, a run or a client."""
+"""Prometheus metrics of the policy server, beside vLLM's own. Labels are bounded: no versions, runs or clients."""
 
 from __future__ import annotations
 

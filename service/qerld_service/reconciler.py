@@ -146,8 +146,8 @@ class Reconciler:
         self._refused = {
             **self._invalid,
             **{
-                adapter.id: f"slots: needs {len(adapter.keys)} more than the {self._slots} that more important versions "
-                "leave; raise max_loras or lower max_lag"
+                adapter.id: f"slots: {self._slots} (max_loras) are taken by more important versions, this one needs "
+                f"{len(adapter.keys)}; raise max_loras or lower max_lag"
                 for adapter in todo.excess
             },
         }

@@ -41,7 +41,7 @@ class PolicyReplicaServicer(replica_pb2_grpc.PolicyReplicaServiceServicer):
     def __init__(self, engine: PolicyEngine, reconciler: Reconciler, metrics: PolicyMetrics) -> None:
         self._engine, self._reconciler, self._metrics = engine, reconciler, metrics
 
-    async def Generate(  # type: ignore[override]
+    async def Generate(
         self, request: replica_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[replica_pb2.GenerateResponse]:
         async with self._answering("Generate", context):
@@ -60,7 +60,7 @@ class PolicyReplicaServicer(replica_pb2_grpc.PolicyReplicaServiceServicer):
                     self._metrics.generated_tokens.labels("Generate").inc(len(delta.token_ids))
                     yield response_of(delta, noise)
 
-    async def Score(  # type: ignore[override]
+    async def Score(
         self, request: replica_pb2.ScoreRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> replica_pb2.ScoreResponse:
         response = replica_pb2.ScoreResponse()
@@ -75,10 +75,7 @@ class PolicyReplicaServicer(replica_pb2_grpc.PolicyReplicaServiceServicer):
 
     async def _scores(self, key: AdapterKey, items: Sequence[replica_pb2.ScoreItem]) -> list[list[float]]:
         """All items at the same time; the first failure, or a cancellation, ends them all."""
-        tasks = [
-            asyncio.create_task(self._engine.score(key, item.prompt.ids, item.completion.ids))
-            for item in items
-        ]
+        tasks = [asyncio.create_task(self._engine.score(key, item.prompt.ids, item.completion.ids)) for item in items]
         try:
             return await asyncio.gather(*tasks)
         finally:

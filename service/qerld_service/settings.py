@@ -25,7 +25,9 @@ class PolicySettings(BaseSettings):
     endpoint: str | None = Field(
         None, description="host:port at which the learner reaches PolicyReplicaService; unset: host and port."
     )
-    openai_port: int = Field(8000, ge=0, le=65535, description="Port of the OpenAI API, on loopback; 0 takes a free one.")
+    openai_port: int = Field(
+        8000, ge=0, le=65535, description="Port of the OpenAI API, on loopback; 0 takes a free one."
+    )
     metrics_port: int = Field(9465, ge=0, le=65535, description="Port of the Prometheus metrics; 0 takes a free one.")
     cache_dir: Path = Field(
         Path("runs/policy"), description="Folder for downloaded adapters; one policy server a folder."
@@ -42,7 +44,9 @@ class PolicySettings(BaseSettings):
     )
     max_lora_rank: int = Field(32, ge=1, le=512, description="Largest LoRA rank.")
     max_model_len: int = Field(
-        2048, ge=2, description="Most tokens of prompt and completion together; cut to what the model's positions allow."
+        2048,
+        ge=2,
+        description="Most tokens of prompt and completion together; cut to what the model's positions allow.",
     )
     max_num_seqs: int = Field(128, ge=1, description="Most completions that are sampled at the same time.")
     gpu_memory_utilization: float = Field(
@@ -59,7 +63,9 @@ class PolicySettings(BaseSettings):
         600.0, gt=0, description="Deadline of one download attempt; the next one resumes where it ended."
     )
     drain_seconds: float = Field(15.0, ge=0, description="How long running requests may take to end after SIGTERM.")
-    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Least severe line that is logged.")
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
+        "INFO", description="Least severe line that is logged."
+    )
 
     @property
     def version_slots(self) -> int:
@@ -84,8 +90,8 @@ class PolicySettings(BaseSettings):
     def _fields_agree(self) -> Self:
         if self.host_loras < self.max_loras + 2:
             raise ValueError(
-                f"max_cpu_loras: must be at least max_loras + 2 = {self.max_loras + 2}, got {self.max_cpu_loras}; raise "
-                f"max_cpu_loras, leave it unset, or lower max_loras to {self.max_cpu_loras} - 2"
+                f"max_cpu_loras: must be at least max_loras + 2 = {self.max_loras + 2}, got {self.max_cpu_loras}; "
+                f"raise max_cpu_loras, leave it unset, or lower max_loras to {self.max_cpu_loras} - 2"
             )
         if self.host in WILDCARD_HOSTS and self.endpoint is None:
             raise ValueError(
@@ -100,5 +106,7 @@ def _check_ports(ports: dict[str, int]) -> None:
     taken: dict[int, str] = {}
     for name, port in ports.items():
         if port and port in taken:
-            raise ValueError(f"{name}: must differ from {taken[port]}, both are {port}; change one, or 0 takes a free one")
+            raise ValueError(
+                f"{name}: must differ from {taken[port]}, both are {port}; change one, or 0 takes a free one"
+            )
         taken[port] = name

@@ -1,0 +1,309 @@
+"""OpenAI's HTTP API on loopback, for agents: a model name is a run and means its live version, without noise.
+
+What an agent samples here is no training rollout. None of vLLM's own routes exist, and neither an adapter's name nor a
+cache salt can come from a client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from typing import Any, TypeVar
+
+import jinja2
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from transformers import PreTrainedTokenizerFast
+
+from qerld_service.adapters import AdapterNotLoadedError
+from qerld_service.engine import Delta, EngineDiedError, PolicyEngine, RequestError
+from qerld_service.metrics import PolicyMetrics
+from qerld_service.openai_types import ChatForm, ChatRequest, CompletionRequest, TextForm
+from qerld_service.reconciler import NotServedError, Reconciler
+
+HOST = "127.0.0.1"
+Result = TypeVar("Result")
+Form = ChatForm | TextForm
+
+
+class ApiError(Exception):
+    """An answer in OpenAI's error format."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+    def body(self) -> dict[str, Any]:
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+class OpenAIProxy:
+    """Answers completions from the live version of the run that the client names as its model."""
+
+    def __init__(
+        self, engine: PolicyEngine, reconciler: Reconciler, tokenizer: PreTrainedTokenizerFast, metrics: PolicyMetrics
+    ) -> None:
+        self._engine, self._reconciler, self._tokenizer, self._metrics = engine, reconciler, tokenizer, metrics
+
+    def models(self) -> dict[str, Any]:
+        """GET /v1/models: runs with a live version."""
+        rows = [
+            {
+                "id": run,
+                "object": "model",
+                "created": 0,
+                "owned_by": "qerld",
+                "max_model_len": self._engine.max_model_len,
+            }
+            for run in self._reconciler.runs
+        ]
+        return {"object": "list", "data": rows}
+
+    async def chat(self, http: Request, body: ChatRequest) -> Response:
+        messages = [{"role": message.role, "content": message.text} for message in body.messages]
+        try:
+            ids = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        except (jinja2.TemplateError, ValueError) as error:
+            raise ApiError(400, f"messages: the chat template refuses them: {error}", param="messages") from error
+        return await self._answer(http, body, ChatForm(), ids)
+
+    async def complete(self, http: Request, body: CompletionRequest) -> Response:
+        prompt = body.prompt
+        return await self._answer(
+            http, body, TextForm(), self._tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+        )
+
+    async def _answer(
+        self, http: Request, body: ChatRequest | CompletionRequest, form: Form, ids: Sequence[int]
+    ) -> Response:
+        if body.model not in self._reconciler.runs:
+            raise ApiError(
+                404, f"model: no run {body.model!r} here; runs are {self._reconciler.runs}", code="model_not_found"
+            )
+        adapter = self._reconciler.live(body.model)
+        head: dict[str, Any] = {
+            "id": f"{form.id_prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": body.model,
+            "system_fingerprint": f"{adapter.run}@{adapter.version}",
+        }
+        sampling = body.sampling(self._engine.max_model_len)
+        deltas = self._counted(
+            form.method, self._engine.generate(adapter.key(noise_free=True), head["id"], ids, sampling)
+        )
+        if body.stream:
+            # The first tokens before the status line, so that a refused request still gets its own status.
+            first = await while_connected(http, anext(deltas))
+            return StreamingResponse(
+                self._events(head, form, body, len(ids), first, deltas), media_type="text/event-stream"
+            )
+        return JSONResponse(await while_connected(http, self._whole(head, form, body, len(ids), deltas)))
+
+    async def _counted(self, method: str, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
+        with self._metrics.call(method) as outcome:
+            try:
+                async with contextlib.aclosing(deltas):
+                    async for delta in deltas:
+                        self._metrics.generated_tokens.labels(method).inc(len(delta.token_ids))
+                        yield delta
+                outcome.code = "200"
+            except Exception as error:
+                outcome.code = str(api_error(error).status)
+                raise
+
+    async def _whole(
+        self,
+        head: dict[str, Any],
+        form: Form,
+        body: ChatRequest | CompletionRequest,
+        prompt_tokens: int,
+        deltas: AsyncGenerator[Delta, None],
+    ) -> dict[str, Any]:
+        wholes = [Delta(index, [], [], None, "") for index in range(body.n)]
+        async with contextlib.aclosing(deltas):
+            async for delta in deltas:
+                wholes[delta.index] = joined(wholes[delta.index], delta)
+        choices = [form.choice(whole, self._logprobs(body, whole)) for whole in wholes]
+        return {
+            **head,
+            "object": form.whole,
+            "choices": choices,
+            "usage": usage(prompt_tokens, sum(len(whole.token_ids) for whole in wholes)),
+        }
+
+    async def _events(
+        self,
+        head: dict[str, Any],
+        form: Form,
+        body: ChatRequest | CompletionRequest,
+        prompt_tokens: int,
+        first: Delta,
+        rest: AsyncGenerator[Delta, None],
+    ) -> AsyncIterator[str]:
+        chunk = {**head, "object": form.chunk}
+        tokens = 0
+        for index in range(body.n):
+            if (opening := form.opening(index)) is not None:
+                yield event({**chunk, "choices": [opening]})
+        try:
+            async with contextlib.aclosing(rest):
+                async for delta in chained(first, rest):
+                    tokens += len(delta.token_ids)
+                    yield event({**chunk, "choices": [form.part(delta, self._logprobs(body, delta))]})
+        except (EngineDiedError, AdapterNotLoadedError) as error:
+            yield event(api_error(error).body())
+            return
+        if body.usage_in_stream:
+            yield event({**chunk, "choices": [], "usage": usage(prompt_tokens, tokens)})
+        yield "data: [DONE]\n\n"
+
+    def _logprobs(self, body: ChatRequest | CompletionRequest, delta: Delta) -> list[tuple[str, float]] | None:
+        # 0 asks for them on one route, and False refuses them on the other.
+        if body.logprobs is None or body.logprobs is False:
+            return None
+        tokens = [str(self._tokenizer.decode([token])) for token in delta.token_ids]
+        return list(zip(tokens, delta.logprobs, strict=True))
+
+
+def create_app(proxy: OpenAIProxy, engine: PolicyEngine) -> FastAPI:
+    """The routes that exist; everything else is 404."""
+    app = FastAPI(title="qerld policy", docs_url=None, redoc_url=None, openapi_url=None)
+    # A web page that the user of this machine visits must not reach the port through a name of its own.
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])
+    for kind in (ApiError, RequestValidationError, HTTPException, NotServedError, RequestError, EngineDiedError):
+        app.add_exception_handler(kind, _on_error)
+    app.add_exception_handler(AdapterNotLoadedError, _on_error)
+    app.add_api_route("/v1/models", proxy.models, methods=["GET"])
+    app.add_api_route("/v1/chat/completions", proxy.chat, methods=["POST"], response_model=None)
+    app.add_api_route("/v1/completions", proxy.complete, methods=["POST"], response_model=None)
+
+    async def health() -> Response:
+        return Response(status_code=503 if engine.errored else 200)
+
+    app.add_api_route("/health", health, methods=["GET"], response_model=None)
+    return app
+
+
+class LoopbackServer:
+    """Serves an app on loopback, in the running event loop.
+
+    Raises:
+        OSError: the port is taken.
+    """
+
+    def __init__(self, app: FastAPI, port: int, drain_seconds: float) -> None:
+        self._listener = socket.create_server((HOST, port))
+        self.port: int = self._listener.getsockname()[1]
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            timeout_graceful_shutdown=max(1, round(drain_seconds)),
+        )
+        self._server = _QuietServer(config)
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._listener]))
+
+    async def stop(self) -> None:
+        """Take no more requests, and let running ones end for `drain_seconds`."""
+        self._server.should_exit = True
+        await self._task
+        self._listener.close()
+
+
+class _QuietServer(uvicorn.Server):
+    """Leaves the process's signals to the process."""
+
+    def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
+        return contextlib.nullcontext()
+
+
+async def while_connected(http: Request, work: Awaitable[Result]) -> Result:
+    """Await `work`; cancel it when the client goes away (its sampling is aborted then)."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.create_task(_disconnected(http))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError(499, "the client went away")
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(http: Request) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+def api_error(error: Exception) -> ApiError:
+    """Any exception as an answer."""
+    match error:
+        case ApiError():
+            return error
+        case RequestError():
+            return ApiError(400, str(error))
+        case NotServedError() | AdapterNotLoadedError() | EngineDiedError():
+            return ApiError(503, str(error))
+        case HTTPException():
+            return ApiError(error.status_code, str(error.detail))
+        case RequestValidationError():
+            return _validation_error(error)
+    return ApiError(500, "internal error")
+
+
+def _validation_error(error: RequestValidationError) -> ApiError:
+    first = error.errors()[0]
+    field = ".".join(str(part) for part in first["loc"] if part != "body") or "body"
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"{field}: not supported by this server; leave it out", param=field)
+    return ApiError(400, f"{field}: {first['msg']}", param=field)
+
+
+async def _on_error(_: Request, error: Exception) -> Response:
+    answer = api_error(error)
+    return JSONResponse(answer.body(), status_code=answer.status)
+
+
+def event(value: dict[str, Any]) -> str:
+    """One server-sent event."""
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+
+
+def joined(whole: Delta, new: Delta) -> Delta:
+    """A completion so far, and its next stretch."""
+    return Delta(
+        whole.index,
+        whole.token_ids + new.token_ids,
+        whole.logprobs + new.logprobs,
+        new.finish_reason,
+        whole.text + new.text,
+    )
+
+
+async def chained(first: Delta, rest: AsyncIterator[Delta]) -> AsyncIterator[Delta]:
+    yield first
+    async for delta in rest:
+        yield delta
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    """Counts in OpenAI's format."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
