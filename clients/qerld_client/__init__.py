@@ -9,11 +9,33 @@ The loop of a reward author:
             print(report.step, report.metrics["reward_mean"])
 """
 
-from qerld.v1.common_pb2 import Messages, Noise, Policy, Prompt, Rollout, Sampling, Span, TokenIds
-from qerld.v1.policy_pb2 import PolicyVersion
-from qerld.v1.reward_pb2 import Abstention, Outcome, OutcomeAnswer, OutcomeError, Receipt, Values
-from qerld.v1.rollout_pb2 import Group, Segment, Trajectory
-from qerld.v1.run_pb2 import AdaptiveNoise, Algorithm, LoraConfig, Optimizer, Replica, Run, RunConfig, RunReport
+from qerld.v1.common_pb2 import Answer, FinishReason, Messages, Noise, Policy, Prompt, Rollout, Sampling, Span, TokenIds
+from qerld.v1.policy_pb2 import PolicyVersion, VersionState
+from qerld.v1.reward_pb2 import (
+    Abstention,
+    Outcome,
+    OutcomeAnswer,
+    OutcomeError,
+    OutcomeErrorKind,
+    Receipt,
+    ReceiptState,
+    Values,
+)
+from qerld.v1.rollout_pb2 import Group, GroupState, Segment, Trajectory
+from qerld.v1.run_pb2 import (
+    AdaptiveNoise,
+    AdvantageEstimator,
+    Algorithm,
+    LoraConfig,
+    LossAggregation,
+    NoiseSchedule,
+    Optimizer,
+    Replica,
+    Run,
+    RunConfig,
+    RunReport,
+    RunState,
+)
 
 from qerld_client.aio_client import AsyncClient
 from qerld_client.errors import (
@@ -38,23 +60,30 @@ __all__ = [
     "Abstention",
     "AdapterError",
     "AdaptiveNoise",
+    "AdvantageEstimator",
     "Algorithm",
     "AlreadyExistsError",
+    "Answer",
     "AsyncClient",
     "BusyError",
     "Client",
     "DeadlineError",
+    "FinishReason",
     "Group",
+    "GroupState",
     "InvalidRequestError",
     "LoraConfig",
+    "LossAggregation",
     "Messages",
     "Noise",
+    "NoiseSchedule",
     "NotFoundError",
     "NotServedError",
     "Optimizer",
     "Outcome",
     "OutcomeAnswer",
     "OutcomeError",
+    "OutcomeErrorKind",
     "OutcomesRejectedError",
     "Policy",
     "PolicyVersion",
@@ -63,6 +92,7 @@ __all__ = [
     "PromptLike",
     "QerldError",
     "Receipt",
+    "ReceiptState",
     "Replica",
     "RetryPolicy",
     "Rewards",
@@ -70,6 +100,7 @@ __all__ = [
     "Run",
     "RunConfig",
     "RunReport",
+    "RunState",
     "SampledGroup",
     "Sampling",
     "Segment",
@@ -79,5 +110,6 @@ __all__ = [
     "Trajectory",
     "UnavailableError",
     "Values",
+    "VersionState",
     "Violation",
 ]

@@ -15,7 +15,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from qerld_learner.errors import InvalidRequestError, Violation
 
 MAX_REQUEST_ID = 128
-MAX_GROUP_SIZE = 512
+MAX_GROUP_SIZE = 1024
 MAX_PAGE = 1000
 DEFAULT_PAGE = 100
 MAX_LABELS = 32

@@ -26,7 +26,6 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         checks.run_name(request.run)
         checks.request_id(request.request_id)
         config = run_config(checks, request.config)
-        checks.done()
         checks.violations.extend(self._service.learner.check_run_config(config))
         checks.done()
         record = await self._service.learner.create_run(

@@ -1,4 +1,4 @@
-"""The configuration of a run: defaults as the proto's comments say, and the range of every field."""
+"""The configuration of a run, with defaults as the proto's comments say."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from qerld.v1 import run_pb2
 
-from qerld_learner.api.checks import MAX_GROUP_SIZE, MAX_SEED, Checks
+from qerld_learner.api.checks import MAX_SEED, Checks
 from qerld_learner.records import RunConfig
 
 LEAVE = "leave it unset for the default"
@@ -49,7 +49,8 @@ def run_config(checks: Checks, message: run_pb2.RunConfig) -> RunConfig:
         drop_zero_variance=_or(message, "drop_zero_variance", base.drop_zero_variance),
         canary_tolerance=_or(message, "canary_tolerance", None),
     )
-    _check_ranges(checks, config)
+    # The other ranges are the core's: `Learner.check_run_config`.
+    checks.between("config.seed", config.seed, 0, MAX_SEED, LEAVE)
     return config
 
 
@@ -105,43 +106,3 @@ def _deadline(checks: Checks, message: run_pb2.RunConfig, base: RunConfig) -> fl
     if not message.HasField("reward_deadline"):
         return base.reward_deadline
     return checks.duration("config.reward_deadline", message.reward_deadline)
-
-
-def _check_ranges(checks: Checks, config: RunConfig) -> None:
-    for field, value, low, high in (
-        ("lora.rank", config.lora_rank, 1, 512),
-        ("algorithm.clip_low", config.clip_low, 0, 1),
-        ("algorithm.clip_high", config.clip_high, 0, 1e6),
-        ("algorithm.kl_coef", config.kl_coef, 0, 1e3),
-        ("algorithm.tis_cap", config.tis_cap, 0, 1e6),
-        ("optimizer.weight_decay", config.weight_decay, 0, 1e3),
-        ("optimizer.max_grad_norm", config.max_grad_norm, 0, 1e9),
-        ("optimizer.beta1", config.beta1, 0, 1 - 1e-9),
-        ("optimizer.beta2", config.beta2, 0, 1 - 1e-9),
-        ("noise.sigma_start", config.sigma_start, 0, 1e3),
-        ("noise.sigma_end", config.sigma_end, 0, 1e3),
-        ("group_size", config.group_size, 2, MAX_GROUP_SIZE),
-        ("groups_per_step", config.groups_per_step, 1, 4096),
-        ("max_tokens", config.max_tokens, 1, 1 << 20),
-        ("max_lag", config.max_lag, 0, 64),
-        ("max_steps", config.max_steps, 0, 1e9),
-        ("schedule_steps", config.schedule_steps, 1, 1e9),
-        ("seed", config.seed, 0, MAX_SEED),
-    ):
-        checks.between(f"config.{field}", value, low, high, LEAVE)
-    checks.above("config.lora.alpha", config.lora_alpha, 0, 1e6, LEAVE)
-    checks.above("config.optimizer.learning_rate", config.learning_rate, 0, 10, LEAVE)
-    checks.above("config.temperature", config.temperature, 0, 100, LEAVE)
-    if config.canary_tolerance is not None:
-        checks.above("config.canary_tolerance", config.canary_tolerance, 0, 100, LEAVE)
-    _check_noise(checks, config)
-
-
-def _check_noise(checks: Checks, config: RunConfig) -> None:
-    """Fields that only make sense together; stages 1 would be the stage without noise alone."""
-    if config.noise_schedule == "none":
-        return
-    checks.between("config.noise.stages", config.noise_stages, 2, 10_000, "schedule none is the one without noise")
-    if not 0 < config.sigma_end <= config.sigma_start:
-        order = f"must be above 0 and at most sigma_start {config.sigma_start:g}, got {config.sigma_end:g}"
-        checks.add("config.noise.sigma_end", f"{order}; the noise falls during training, or use schedule none")
