@@ -12,8 +12,6 @@ import json
 import math
 import platform
 import resource
-import shlex
-import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,7 +30,7 @@ SEARCHES: tuple[Search, ...] = ("absmax", "mse")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--rows", type=int, default=200)
+    parser.add_argument("--rows", type=int, default=160)
     parser.add_argument("--cache", type=Path, default=Path("~/.cache/qerld").expanduser())
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "quantization-cpu.json")
@@ -84,8 +82,9 @@ def replace_weights(model: Any, reader: CheckpointReader) -> float:
 
 
 def write(options: argparse.Namespace, results: dict[str, Any]) -> None:
+    data = f"{options.data.parent.name}/{options.data.name}"  # without the machine's own folders
     report = {
-        "command": shlex.join(["python", "benchmarks/quantization.py", *sys.argv[1:]]),
+        "command": f"python benchmarks/quantization.py --data {data} --rows {options.rows} --threads {options.threads}",
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "machine": f"{cpu_name()}, {options.threads} thread, torch {torch.__version__}, fp32 arithmetic",
         "model": "SmolLM2-135M-Instruct",

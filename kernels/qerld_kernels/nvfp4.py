@@ -97,8 +97,8 @@ def quantize(
     """Quantise weight [out, in], any float dtype, to the nearest values under the chosen block scales.
 
     `global_scale` is the group's (`global_scale_for`), else the weight's own. "absmax" maps each block's largest
-    magnitude to 6; "mse" tries the e4m3 scales around that one and takes the one of least squared error. It has the
-    smaller weight error but the worse held-out perplexity (docs/formats.md), so it is not the default.
+    magnitude to 6; "mse" tries the e4m3 scales around that one and takes the one of least squared error. It has
+    less weight error but no better held-out perplexity (docs/formats.md), and takes longer: not the default.
 
     Raises:
         QuantizationError: not a matrix, `in` is no multiple of 16, not finite, or a bad global scale.

@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
         "--search",
         choices=get_args(Search),
         default="absmax",
-        help="block scales by absolute maximum (default) or by least mean square error, which has the worse perplexity",
+        help="block scales by absolute maximum (default) or by least mean square error (slower, no better)",
     )
     arguments = parser.parse_args(argv)
     try:
