@@ -6,15 +6,26 @@ this module only wires them together.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
 
-from .errors import Violation
+from sqlalchemy import Connection
+
+from .creation import RunCreator, slots_of_all
+from .errors import InvalidRequestError, NotFoundError, Violation
+from .fingerprints import fingerprints_of
+from .groups import would_be_advantages
+from .intake import Intake
 from .leases import LeaseQueue
+from .loop import RunLoop, expire_overdue, keep_desired
 from .observer import Observer
+from .options import LearnerOptions, ModelInfo
+from .outcomes import MOST_OUTCOMES
 from .records import (
+    Answer,
     CheckedOutcome,
     GroupRecord,
     GroupState,
@@ -31,59 +42,21 @@ from .records import (
     TrajectorySpec,
     VersionRecord,
 )
-from .replicas import ReplicaInfo, ReplicaSession
+from .replicas import ReplicaInfo, ReplicaPool, ReplicaSession, check_hello
+from .run_options import check_run_config
+from .sampler import Sampler
+from .shared import RunPulse, Shared
+from .store import Store, rewards, rollouts, runs
+from .store.requests import once
+from .tasks import Tasks
+from .trainer.client import TrainerProcess
+from .trainer_host import TrainerHost
+from .versions import publish_desired, sweep
+from .watching import watch_live, watch_receipts, watch_reports
 
+__all__ = ["Learner", "LearnerOptions", "ModelInfo", "Observer", "ReplicaInfo", "ReplicaSession", "RunStatus"]
 
-@dataclass(frozen=True)
-class LearnerOptions:
-    """Options of the process; times in seconds.
-
-    Attributes:
-        state_dir: Folder of the store, the versions and the lock.
-        base_model: Folder of the NVFP4 checkpoint that policy servers serve, too.
-        store_url: SQLAlchemy URL; None means SQLite in `state_dir`.
-        dtype: Number format of the trainer; policy servers must use the same.
-        device: Device of the trainer, "cpu" or "cuda".
-        token_budget: Tokens in one micro-batch of the trainer.
-        cache_dequantized: Keep the base's weights dequantised in the trainer.
-        activation_checkpointing: Recompute layers in the trainer's backward.
-        trainer_threads: OMP threads of the trainer; None leaves the environment's.
-        admission_timeout: How long Sample waits for room in a run's buffer.
-        admission_retry: RetryInfo of a Sample that found no room.
-        lease: How long a reward worker may keep a rollout, unless it says otherwise.
-        keep_versions: Newest versions whose folders are kept, beside pinned and referenced ones.
-        canary_probes: Rollouts of the trained batch that the canary scores.
-        trainer_attempts: Trainer deaths in one step after which the run is paused.
-        drain: How long `close` lets a training step go on before it stops the trainer.
-    """
-
-    state_dir: Path
-    base_model: Path
-    store_url: str | None = None
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    device: str = "cpu"
-    token_budget: int = 4096
-    cache_dequantized: bool = False
-    activation_checkpointing: bool = False
-    trainer_threads: int | None = None
-    admission_timeout: float = 30.0
-    admission_retry: float = 2.0
-    lease: float = 60.0
-    keep_versions: int = 6
-    canary_probes: int = 4
-    trainer_attempts: int = 3
-    drain: float = 5.0
-
-
-@dataclass(frozen=True)
-class ModelInfo:
-    """The base model as policy servers must have it; `max_model_len` is the attached servers' smallest, if any."""
-
-    folder: Path
-    base_sha256: str
-    tokenizer_sha256: str
-    chat_template_sha256: str
-    max_model_len: int | None
+ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
 
 
 @dataclass(frozen=True)
@@ -102,54 +75,143 @@ class RunStatus:
 class Learner:
     """See the module; methods raise the errors of `errors.py`."""
 
+    def __init__(self, shared: Shared, model: ModelInfo) -> None:
+        """Use `Learner.open`."""
+        self._shared = shared
+        self._model = model
+        self._creator = RunCreator(shared, model)
+        self._sampler = Sampler(shared)
+        self._intake = Intake(shared, self._sampler)
+        self._tasks = Tasks()
+
     @classmethod
     async def open(cls, options: LearnerOptions, observer: Observer | None = None) -> Learner:
         """Open the store, sweep what no row references, start the trainer and go on with every run.
 
         Raises `PreconditionError` when another learner has the folder or the base model is another one.
         """
-        raise NotImplementedError
+        observer = observer or Observer()
+        found = await fingerprints_of(options.base_model)
+        model = ModelInfo(options.base_model, found.base, found.tokenizer, found.chat_template, None)
+        loop = asyncio.get_running_loop()
+
+        def on_commit(mutations: int, seconds: float) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(observer.writes_committed, mutations, seconds)
+
+        store = await asyncio.to_thread(Store, options.state_dir, options.store_url, on_commit)
+        fence = await store.write(lambda connection: runs.count_up(connection, "fence"))
+        trainer = TrainerHost(TrainerProcess(threads=options.trainer_threads), observer)
+        learner = cls(Shared(options, observer, store, ReplicaPool(), trainer, fence), model)
+        await learner._go_on()
+        return learner
+
+    async def _go_on(self) -> None:
+        await sweep(self._shared)
+        for run in await self._shared.store.read(runs.all_runs):
+            await self._adopt(run)
+        self._tasks.for_ever("deadlines", lambda: expire_overdue(self._shared))
+        self._tasks.for_ever("desired", lambda: keep_desired(self._shared))
+        self._tasks.once("trainer", self._shared.trainer.start())
+
+    async def _adopt(self, run: RunRecord) -> None:
+        """Take a run's memory up: its buffer, what of it is still to be sampled, its loops."""
+        pulse = self._shared.runs[run.name] = RunPulse(run.name, run.config)
+
+        def query(connection: Connection) -> tuple[list[rollouts.OpenGroup], list[str]]:
+            return (
+                rollouts.open_groups(connection, run.name, GroupState.SAMPLING),
+                rollouts.buffered_groups(connection, run.name),
+            )
+
+        sampling, buffered = await self._shared.store.read(query)
+        for group_id in buffered:
+            pulse.buffer.add(group_id)
+        for group in sampling:
+            self._sampler.start(group)
+        self._tasks.for_ever(f"loop-{run.name}", RunLoop(self._shared, run.name).drive)
+        self._tasks.for_ever(f"queue-{run.name}", lambda: self._intake.admit_queued(run.name))
 
     async def close(self) -> None:
         """Stop loops, trainer and store. What was acknowledged is durable; sampling goes on at the next start."""
-        raise NotImplementedError
+        await self._sampler.close()
+        await self._tasks.cancel()
+        self._shared.receipts.close()
+        for pulse in self._shared.runs.values():
+            pulse.leases.close()
+        await self._shared.pool.close()
+        await self._shared.trainer.stop()
+        await asyncio.to_thread(self._shared.store.close)
 
     @property
     def model(self) -> ModelInfo:
         """The base model."""
-        raise NotImplementedError
+        return replace(self._model, max_model_len=self._shared.pool.max_model_len())
+
+    @property
+    def trainer_pid(self) -> int | None:
+        """Process id of the trainer, None while none runs."""
+        return self._shared.trainer.pid
 
     # Runs
 
     def check_run_config(self, config: RunConfig) -> list[Violation]:
         """Return everything wrong with a configuration; field paths as in `qerld.v1.RunConfig`."""
-        raise NotImplementedError
+        return check_run_config(config)
 
     async def create_run(
         self, name: str, request_id: str, body_hash: str, config: RunConfig, initial_adapter: bytes = b""
     ) -> RunRecord:
         """Create a run; its version 0 is live when this returns."""
-        raise NotImplementedError
+        run, new = await self._creator.create(name, request_id, body_hash, config, initial_adapter)
+        if new:
+            await self._adopt(run)
+            await publish_desired(self._shared)
+        return run
 
     async def get_run(self, name: str) -> RunRecord:
         """Return a run, or raise `NotFoundError`."""
-        raise NotImplementedError
+        return await self._shared.store.read(lambda connection: runs.find_run(connection, name))
 
     async def list_runs(self) -> list[RunRecord]:
         """Return all runs, oldest first."""
-        raise NotImplementedError
+        return await self._shared.store.read(runs.all_runs)
 
     async def pause_run(self, name: str, request_id: str, body_hash: str, reason: str) -> RunRecord:
         """Stop training and new sampling; outcomes are still taken. A step in progress is finished."""
-        raise NotImplementedError
+        return await self._steer(name, request_id, body_hash, lambda c: runs.pause(c, name, reason))
 
     async def resume_run(self, name: str, request_id: str, body_hash: str) -> RunRecord:
         """Go on; an unfinished batch is trained first."""
-        raise NotImplementedError
+        return await self._steer(name, request_id, body_hash, lambda c: runs.resume(c, name))
+
+    async def _steer(
+        self, name: str, request_id: str, body_hash: str, change: Callable[[Connection], None]
+    ) -> RunRecord:
+        def mutation(connection: Connection) -> RunRecord:
+            runs.find_run(connection, name)
+            once(connection, name, request_id, body_hash, lambda: change(connection))
+            return runs.find_run(connection, name)
+
+        run = await self._shared.store.write(mutation)
+        self._shared.runs[name].work.notify()
+        self._shared.runs[name].queued.notify()
+        return run
 
     async def statuses(self) -> list[RunStatus]:
         """Return the buffer of every run, for metrics and `watch`."""
-        raise NotImplementedError
+
+        def query(connection: Connection) -> list[tuple[RunRecord, dict[GroupState, int]]]:
+            return [(run, rollouts.count_groups(connection, run.name)) for run in runs.all_runs(connection)]
+
+        return [self._status(run, counts) for run, counts in await self._shared.store.read(query)]
+
+    def _status(self, run: RunRecord, counts: dict[GroupState, int]) -> RunStatus:
+        pulse = self._shared.runs[run.name]
+        groups = {state.value: count for state, count in counts.items()}
+        return RunStatus(
+            run.name, run.state.value, run.step, run.live_version, groups, pulse.buffer.capacity, pulse.waiting_for
+        )
 
     # Rollouts
 
@@ -159,29 +221,37 @@ class Learner:
         Closing the iterator does not cancel the group. The same request id and body replays the same group.
         Raises `RetryLaterError` when the run's buffer stays full.
         """
-        raise NotImplementedError
+        return self._intake.sample(run, request_id, body_hash, prompt)
 
     async def submit_prompts(
         self, run: str, request_id: str, body_hash: str, prompts: Sequence[PromptSpec]
     ) -> list[str]:
         """Store prompts that are sampled as the buffer has room; returns their group ids."""
-        raise NotImplementedError
+        return await self._intake.submit_prompts(run, request_id, body_hash, prompts)
 
     async def import_group(
         self, run: str, request_id: str, body_hash: str, prompt: PromptSpec, trajectories: Sequence[TrajectorySpec]
     ) -> GroupRecord:
         """Store a group that was sampled elsewhere; it awaits rewards like any other."""
-        raise NotImplementedError
+        return await self._intake.import_group(run, request_id, body_hash, prompt, trajectories)
 
     async def get_rollout(self, rollout_id: str) -> RolloutRecord:
         """Return a rollout, or raise `NotFoundError`."""
-        raise NotImplementedError
+        return await self._shared.store.read(lambda connection: rollouts.find_rollout(connection, rollout_id))
 
     async def list_groups(
         self, run: str, state: GroupState | None, page_size: int, page_token: str
     ) -> tuple[list[GroupRecord], str]:
         """Return a page of groups, newest first, and the next page's token ("" on the last)."""
-        raise NotImplementedError
+        below, limit = _page(page_size, page_token)
+
+        def query(connection: Connection) -> list[tuple[int, GroupRecord]]:
+            runs.find_run(connection, run)
+            return rollouts.page_of_groups(connection, run, state, below, limit + 1)
+
+        found = await self._shared.store.read(query)
+        token = str(found[limit - 1][0]) if len(found) > limit else ""
+        return [group for _seq, group in found[:limit]], token
 
     # Rewards
 
@@ -189,45 +259,96 @@ class Learner:
         self, run: str, request_id: str, body_hash: str, outcomes: Sequence[Outcome]
     ) -> list[OutcomeAnswer]:
         """Store outcomes and answer each, after COMMIT. Fields of rejections are like `outcomes[2].reward`."""
-        raise NotImplementedError
+        pulse = self._pulse(run)
+        _check_count(outcomes)
+        answers, closed, repeated = await self._shared.store.write(
+            lambda c: rewards.submit(c, run, request_id, body_hash, outcomes, pulse.config.drop_zero_variance)
+        )
+        if not repeated:
+            accepted = [answer.rollout_id for answer in answers if answer.answer is Answer.ACCEPTED]
+            self._shared.scored(run, accepted)
+            self._shared.publish(run, closed)
+        for kind in Answer:
+            if count := sum(answer.answer is kind for answer in answers):
+                self._shared.observer.outcomes_answered(run, kind.value, count)
+        return answers
 
     async def check_outcomes(self, run: str, outcomes: Sequence[Outcome]) -> list[CheckedOutcome]:
         """Say what `submit_outcomes` would answer, with every problem and the would-be advantages."""
-        raise NotImplementedError
+        config = self._pulse(run).config
+        _check_count(outcomes)
+        judged, stored = await self._shared.store.read(lambda c: rewards.dry_run(c, run, outcomes))
+        advantages: dict[str, float] = {}
+        for group in stored.values():
+            advantages |= would_be_advantages(config.advantage, group)
+        return [
+            CheckedOutcome(j.outcome.rollout_id, j.answer, j.problems, advantages.get(j.outcome.rollout_id))
+            for j in judged
+        ]
 
     async def receipt(self, rollout_id: str) -> Receipt:
         """Say what became of a rollout."""
-        raise NotImplementedError
+        found = await self._shared.store.read(lambda c: rollouts.find_receipts(c, [rollout_id]))
+        if not found:
+            raise NotFoundError(f"unknown rollout {rollout_id!r}; ListGroups lists the ids of a run's rollouts")
+        return found[rollout_id]
 
     def watch_receipts(self, run: str, rollout_ids: Sequence[str] = ()) -> AsyncIterator[Receipt]:
         """Yield receipts as they become final; with ids those already final first, ending when all are."""
-        raise NotImplementedError
+        return watch_receipts(self._shared, run, rollout_ids)
 
     def lease_rollouts(self, run: str, worker: str, lease: float | None = None) -> LeaseQueue:
         """Return a worker's queue of finished rollouts without an outcome: `add_credits`, iterate, `close`."""
-        raise NotImplementedError
+        pulse = self._pulse(run)
+        if not pulse.leases_filled:
+            pulse.leases_filled = True
+            self._tasks.once(f"leases-{run}", self._fill_leases(run, pulse))
+        return pulse.leases.join(worker, self._shared.options.lease if lease is None else lease)
+
+    async def _fill_leases(self, run: str, pulse: RunPulse) -> None:
+        ids = await self._shared.store.read(lambda c: rollouts.unscored_rollouts(c, run))
+        found = await self._shared.store.read(lambda c: rollouts.find_rollouts(c, ids))
+        for rollout_id in ids:
+            pulse.leases.offer(found[rollout_id])
+
+    def _pulse(self, run: str) -> RunPulse:
+        if run not in self._shared.runs:
+            raise NotFoundError(f"unknown run {run!r}; CreateRun makes one, ListRuns lists them")
+        return self._shared.runs[run]
 
     # Versions
 
     async def get_version(self, run: str, version: int | None = None) -> VersionRecord:
         """Return a version, or the live one."""
-        raise NotImplementedError
+        return (await self._shared.store.read(lambda c: runs.find_version(c, run, version)))[0]
 
     async def list_versions(self, run: str, page_size: int, page_token: str) -> tuple[list[VersionRecord], str]:
         """Return a page of versions, newest first, and the next page's token ("" on the last)."""
-        raise NotImplementedError
+        below, limit = _page(page_size, page_token)
+        found = await self._shared.store.read(lambda c: runs.page_of_versions(c, run, below, limit + 1))
+        token = str(found[limit - 1].version) if len(found) > limit else ""
+        return found[:limit], token
 
     def watch_live(self, run: str) -> AsyncIterator[VersionRecord]:
         """Yield the live version now and at each change."""
-        raise NotImplementedError
+        return watch_live(self._shared, run)
 
     async def adapter_file(self, run: str, version: int, name: str) -> tuple[Path, str]:
         """Return path and SHA-256 of `adapter_model.safetensors` or `adapter_config.json` of a version."""
-        raise NotImplementedError
+        if name not in ADAPTER_FILES:
+            raise InvalidRequestError([Violation("file", f"must be one of {', '.join(ADAPTER_FILES)}, got {name!r}")])
+        record, folder = await self._shared.store.read(lambda c: runs.find_version(c, run, version))
+        if not folder:
+            raise NotFoundError(f"version {version} of run {run!r} was collected; its files are gone")
+        path = self._shared.options.state_dir / folder / "adapter" / name
+        if name == ADAPTER_FILES[0]:
+            return path, record.adapter_sha256
+        data = await asyncio.to_thread(path.read_bytes)
+        return path, hashlib.sha256(data).hexdigest()
 
     def watch_reports(self, run: str, after_step: int | None = None) -> AsyncIterator[StepReport]:
         """Yield stored reports after a step, then new ones; without a step only new ones."""
-        raise NotImplementedError
+        return watch_reports(self._shared, run, after_step)
 
     # Policy servers
 
@@ -236,8 +357,34 @@ class Learner:
 
         Raises `PreconditionError` naming what differs: base, tokenizer, chat template, dtype, slots or rank.
         """
-        raise NotImplementedError
+        model = self._model
+        expected = [
+            ("base_sha256", hello.base_sha256, model.base_sha256),
+            ("tokenizer_sha256", hello.tokenizer_sha256, model.tokenizer_sha256),
+            ("chat_template_sha256", hello.chat_template_sha256, model.chat_template_sha256),
+            ("dtype", hello.dtype, self._shared.options.dtype),
+        ]
+        records = await self._shared.store.read(runs.all_runs)
+        rank = max((run.config.lora_rank for run in records), default=0)
+        check_hello(hello, expected, await slots_of_all(self._shared), rank)
+        await publish_desired(self._shared)
+        return await self._shared.pool.attach(hello)
 
     def replicas(self) -> list[ReplicaInfo]:
         """Return the attached policy servers."""
-        raise NotImplementedError
+        return [replica.info() for replica in self._shared.pool.all()]
+
+
+def _check_count(outcomes: Sequence[Outcome]) -> None:
+    if len(outcomes) > MOST_OUTCOMES:
+        text = f"must be at most {MOST_OUTCOMES} a message, got {len(outcomes)}; send several messages"
+        raise InvalidRequestError([Violation("outcomes", text)])
+
+
+def _page(page_size: int, page_token: str) -> tuple[int | None, int]:
+    if page_size < 0 or page_size > 1000:
+        raise InvalidRequestError([Violation("page_size", f"must be in [0, 1000], got {page_size}")])
+    if page_token and not page_token.isdecimal():
+        text = f"must be a next_page_token of an earlier answer, got {page_token!r}"
+        raise InvalidRequestError([Violation("page_token", text)])
+    return int(page_token) if page_token else None, page_size or 100

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sqlalchemy import Connection, bindparam, func, insert, select, update
+from sqlalchemy import Connection, RowMapping, bindparam, func, insert, select, update
 
 from ..groups import Member, Verdict, receipts_on, verdict
 from ..outcomes import Judgement, KnownRollout, judge_all, receipt_of
@@ -78,13 +78,13 @@ def judge_against_store(connection: Connection, run: str, said: Sequence[Outcome
     return judge_all(run, said, known, now)
 
 
-def _known(row: Mapping[str, object]) -> KnownRollout:
+def _known(row: RowMapping) -> KnownRollout:
     values = dict(row)
     stored = values.pop("body")
     values["state"] = RolloutState(values["state"])
     values["group_state"] = GroupState(values["group_state"])
     values["receipt"] = ReceiptState(values["receipt"])
-    return KnownRollout(**values, stored=stored)  # type: ignore[arg-type]
+    return KnownRollout(**values, stored=stored)
 
 
 def submit(
@@ -186,12 +186,25 @@ def members_of(connection: Connection, group_ids: Iterable[str]) -> dict[str, li
     return members
 
 
-def overdue_groups(connection: Connection, now: float) -> list[tuple[str, str]]:
+def overdue_groups(connection: Connection) -> list[tuple[str, str]]:
     """Return (run, group id) of groups whose reward deadline has passed."""
     query = select(groups.c.run, groups.c.group_id).where(
-        groups.c.state == GroupState.AWAITING_REWARDS.value, groups.c.deadline <= now
+        groups.c.state == GroupState.AWAITING_REWARDS.value, groups.c.deadline <= time.time()
     )
     return [(row.run, row.group_id) for row in connection.execute(query)]
+
+
+def dry_run(
+    connection: Connection, run: str, said: Sequence[Outcome]
+) -> tuple[list[Judgement], dict[str, dict[str, float]]]:
+    """Judge outcomes without storing them; also returns the rewards that their groups would then have."""
+    judged = judge_against_store(connection, run, said, time.time())
+    touched = {one.known.group_id for one in judged if one.known is not None}
+    would_be = {group_id: dict(found) for group_id, found in stored_rewards(connection, touched).items()}
+    for one in judged:
+        if one.answer is Answer.ACCEPTED and one.known is not None and one.outcome.values:
+            would_be[one.known.group_id][one.outcome.rollout_id] = one.outcome.reward
+    return judged, would_be
 
 
 def stored_rewards(connection: Connection, group_ids: Iterable[str]) -> dict[str, dict[str, float]]:
@@ -206,3 +219,8 @@ def receipt_counts(connection: Connection, run: str) -> dict[ReceiptState, int]:
     """Return how many rollouts of a run have each receipt."""
     query = select(rollouts.c.receipt, func.count()).where(rollouts.c.run == run).group_by(rollouts.c.receipt)
     return {ReceiptState(state): count for state, count in connection.execute(query)}
+
+
+def closed_by_training(connection: Connection, rollout_ids: Sequence[str]) -> Closed:
+    """Return the final receipts of rollouts that were just trained."""
+    return Closed(receipts=list(find_receipts(connection, rollout_ids).values()))

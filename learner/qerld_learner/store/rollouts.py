@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Select, bindparam, func, insert, select, update
+from sqlalchemy import Connection, RowMapping, Select, bindparam, case, func, insert, select, update
 
 from ..errors import NotFoundError
 from ..records import (
@@ -109,14 +109,8 @@ def begin_sampling(connection: Connection, group_id: str, version: int) -> None:
     )
 
 
-_STORE_SAMPLED = (
-    update(rollouts)
-    .where(rollouts.c.rollout_id == bindparam("of_id"), rollouts.c.state == RolloutState.SAMPLING.value)
-    .values(
-        {name: bindparam(name) for name in ("state", "completion_ids", "logprobs", "tokens", "turns", "spans")}
-        | {name: bindparam(name) for name in ("finish_reason", "text", "problem", "finished_at")}
-        | {name: bindparam(name) for name in ("receipt", "receipt_at")}
-    )
+_STORE_SAMPLED = update(rollouts).where(
+    rollouts.c.rollout_id == bindparam("of_id"), rollouts.c.state == RolloutState.SAMPLING.value
 )
 
 
@@ -153,7 +147,7 @@ def _finish_group(connection: Connection, group_id: str, spans: tuple[SpanRecord
     values: dict[str, Any] = {}
     if made:
         # The group is as old as its oldest token.
-        values["version"] = func.min(groups.c.version, min(made))
+        values["version"] = case((groups.c.version > min(made), min(made)), else_=groups.c.version)
     if not left:
         values |= {"state": GroupState.AWAITING_REWARDS.value, "deadline": now + groups.c.reward_deadline}
     if values:
@@ -236,19 +230,19 @@ def page_of_groups(
     return [(row["seq"], rows.group_record(row)) for row in connection.execute(query).mappings()]
 
 
-def open_groups(
-    connection: Connection, run: str, state: GroupState, limit: int | None = None, ids: Iterable[str] = ()
-) -> list[OpenGroup]:
-    """Return groups to be sampled, oldest first: all of a run in a state, or the named ones."""
-    query = select(groups).where(groups.c.run == run, groups.c.state == state.value).order_by(groups.c.seq)
-    named = list(ids)
-    if named:
-        query = query.where(groups.c.group_id.in_(named))
-    found = connection.execute(query.limit(limit)).mappings().all()
-    return [_open_group(connection, row) for row in found]
+def open_groups(connection: Connection, run: str, state: GroupState, limit: int | None = None) -> list[OpenGroup]:
+    """Return groups of a run that are to be sampled, oldest first."""
+    query = select(groups).where(groups.c.run == run, groups.c.state == state.value).order_by(groups.c.seq).limit(limit)
+    return [_open_group(connection, row) for row in connection.execute(query).mappings().all()]
 
 
-def _open_group(connection: Connection, row: Any) -> OpenGroup:
+def find_open_group(connection: Connection, group_id: str) -> OpenGroup:
+    """Return one group with what of it is not sampled yet."""
+    query = select(groups).where(groups.c.group_id == group_id)
+    return _open_group(connection, connection.execute(query).mappings().one())
+
+
+def _open_group(connection: Connection, row: RowMapping) -> OpenGroup:
     query = (
         select(rollouts.c.position)
         .where(rollouts.c.group_id == row["group_id"], rollouts.c.state == RolloutState.SAMPLING.value)
@@ -279,3 +273,10 @@ def sampling_versions(connection: Connection, run: str) -> set[int]:
     """Return the versions that still sample open groups of a run."""
     query = select(groups.c.version).where(groups.c.run == run, groups.c.state == GroupState.SAMPLING.value)
     return set(connection.execute(query.distinct()).scalars())
+
+
+def buffered_groups(connection: Connection, run: str) -> list[str]:
+    """Return the groups that fill a run's buffer."""
+    states = [state.value for state in BUFFERED_STATES]
+    query = select(groups.c.group_id).where(groups.c.run == run, groups.c.state.in_(states))
+    return list(connection.execute(query).scalars())

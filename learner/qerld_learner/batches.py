@@ -1,0 +1,97 @@
+"""From stored groups to what the trainer gets, and what a step's report says beyond the trainer's own metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import Connection
+
+from .groups import lag
+from .records import RolloutRecord
+from .store.rewards import stored_rewards
+from .store.rollouts import group_rollouts
+from .store.runs import all_versions
+from .store.steps import Batch
+from .trainer.messages import Group, Rollout
+
+
+@dataclass(frozen=True)
+class BatchData:
+    """A batch with everything that training needs; `made_at_step` maps versions to their learner steps."""
+
+    batch: Batch
+    groups: tuple[tuple[RolloutRecord, ...], ...]
+    rewards: Mapping[str, float]
+    made_at_step: Mapping[int, int]
+    parent_folder: str
+
+
+def load(connection: Connection, batch: Batch) -> BatchData:
+    """Read a batch: its rewarded rollouts only, in the batch's order."""
+    rewards = stored_rewards(connection, batch.group_ids)
+    groups = []
+    for group_id in batch.group_ids:
+        members = group_rollouts(connection, group_id)
+        groups.append(tuple(member for member in members if member.rollout_id in rewards[group_id]))
+    by_rollout = {rollout_id: reward for group in rewards.values() for rollout_id, reward in group.items()}
+    versions = all_versions(connection, batch.run)
+    folders = {record.version: folder for record, folder in versions}
+    steps = {record.version: record.step for record, _folder in versions}
+    return BatchData(batch, tuple(groups), by_rollout, steps, folders[batch.parent])
+
+
+def trainer_groups(data: BatchData) -> list[Group]:
+    """Return the batch as the trainer's messages."""
+    return [
+        Group(
+            group_id=members[0].group_id,
+            prompt_ids=list(members[0].prompt_ids),
+            rollouts=[_rollout(member, data.rewards[member.rollout_id]) for member in members],
+        )
+        for members in data.groups
+    ]
+
+
+def _rollout(record: RolloutRecord, reward: float) -> Rollout:
+    version = min(span.version for span in record.spans if not span.environment)
+    return Rollout(record.rollout_id, list(record.completion_ids), list(record.logprobs), reward, version)
+
+
+def lags(data: BatchData) -> list[int]:
+    """Return the lag of every span of the batch, in learner steps."""
+    parent = data.made_at_step[data.batch.parent]
+    spans = [span for group in data.groups for record in group for span in record.spans if not span.environment]
+    return [lag(parent, data.made_at_step[span.version]) for span in spans]
+
+
+def report_metrics(
+    data: BatchData, trained: Mapping[str, float], sigma: float, zero_variance: int, seconds: float
+) -> dict[str, float]:
+    """Return the metrics of `qerld.v1.RunReport`: the trainer's, and what only the learner knows.
+
+    `zero_variance` groups were dropped since the step before; `seconds` is how long the trainer took.
+    """
+    found = lags(data)
+    rollouts = [record for group in data.groups for record in group]
+    tokens = float(sum(len(record.completion_ids) for record in rollouts))
+    truncated = sum(record.finish_reason == "length" for record in rollouts)
+    return {
+        "tokens": tokens,
+        **trained,
+        "rollouts": float(len(rollouts)),
+        "groups": float(len(data.groups)),
+        "truncated_share": truncated / len(rollouts),
+        "completion_length_mean": tokens / len(rollouts),
+        "lag_mean": sum(found) / len(found),
+        "lag_max": float(max(found)),
+        "sigma": sigma,
+        "groups_zero_variance": float(zero_variance),
+        "tokens_per_second": tokens / seconds if seconds > 0 else 0.0,
+    }
+
+
+def probes(groups: Sequence[Sequence[RolloutRecord]], count: int) -> list[RolloutRecord]:
+    """Return a few rollouts of a batch for the canary: one a group in turn, so that prompts differ."""
+    by_turn = [record for turn in zip(*groups, strict=False) for record in turn]
+    return by_turn[:count]

@@ -1,0 +1,126 @@
+"""CreateRun: version 0 is written by the trainer and live at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+from sqlalchemy import Connection
+
+from .errors import ConflictError, InvalidRequestError, NotFoundError, RetryLaterError, Violation
+from .options import ModelInfo
+from .records import RunConfig, RunRecord, RunState, VersionRecord, VersionState
+from .run_options import check_run_config, noise_of, trainer_config
+from .shared import Shared
+from .store import runs
+from .store.requests import answered, once
+from .trainer.client import TrainerDiedError, TrainerFailure
+from .trainer.messages import InitVersion, VersionMade
+from .versions import needed_slots, version_folder
+
+
+class RunCreator:
+    """Creates runs, one at a time."""
+
+    def __init__(self, shared: Shared, model: ModelInfo) -> None:
+        self._shared = shared
+        self._model = model
+        self._lock = asyncio.Lock()
+
+    async def create(
+        self, name: str, request_id: str, body_hash: str, config: RunConfig, initial_adapter: bytes
+    ) -> tuple[RunRecord, bool]:
+        """Return the run and whether it is new."""
+        if violations := check_run_config(config):
+            raise InvalidRequestError(violations)
+        async with self._lock:
+            if await self._shared.store.read(lambda c: self._exists(c, name, request_id, body_hash)):
+                return await self._shared.store.read(lambda c: runs.find_run(c, name)), False
+            await self._check_slots(config)
+            made = await self._first_version(name, config, initial_adapter)
+            return await self._store(name, request_id, body_hash, config, made), True
+
+    def _exists(self, connection: Connection, name: str, request_id: str, body_hash: str) -> bool:
+        if answered(connection, name, request_id, body_hash) is not None:
+            return True
+        try:
+            runs.find_run(connection, name)
+        except NotFoundError:
+            return False
+        raise ConflictError(f"run {name!r} exists already; choose another name, or go on with GetRun")
+
+    async def _check_slots(self, config: RunConfig) -> None:
+        slots = self._shared.pool.least_slots()
+        needed = await slots_of_all(self._shared) + needed_slots(config)
+        if slots is not None and needed > slots:
+            raise RetryLaterError(
+                f"the runs would need {needed} adapter slots, the smallest policy server has {slots};"
+                f" start policy servers with max_loras ≥ {needed}, or wait until a run is completed",
+                retry_after=60.0,
+            )
+
+    async def _first_version(self, name: str, config: RunConfig, initial_adapter: bytes) -> VersionMade:
+        options = self._shared.options
+        out = options.state_dir / version_folder(name, 0)
+        with tempfile.TemporaryDirectory(prefix="adapter-", dir=options.state_dir) as scratch:
+            adapter_dir = None
+            if initial_adapter:
+                adapter_dir = scratch
+                await asyncio.to_thread(_write_adapter, Path(scratch), initial_adapter, config)
+            request = InitVersion(name, trainer_config(config, options), str(out), adapter_dir)
+            try:
+                reply = await self._shared.trainer.call(
+                    request,
+                    attempts=options.trainer_attempts,
+                    before=lambda: shutil.rmtree(out, ignore_errors=True),
+                )
+            except TrainerFailure as error:
+                field = "initial_adapter" if initial_adapter else "config"
+                raise InvalidRequestError([Violation(field, f"the trainer refused it: {error}")]) from error
+            except TrainerDiedError as error:
+                raise RetryLaterError(f"version 0 was not made: {error}", retry_after=5.0, unavailable=True) from error
+        assert isinstance(reply, VersionMade)
+        return reply
+
+    async def _store(
+        self, name: str, request_id: str, body_hash: str, config: RunConfig, made: VersionMade
+    ) -> RunRecord:
+        now = time.time()
+        noise = noise_of(config, 0, 0)
+        first = VersionRecord(
+            name, 0, 0, 0, noise, VersionState.LIVE, made.adapter_sha256, made.adapter_bytes, now, live_at=now
+        )
+        base_model, base_sha256 = self._model.folder.name, self._model.base_sha256
+        run = RunRecord(name, config, RunState.RUNNING, "", 0, 0, base_model, base_sha256, "1", now)
+
+        def mutation(connection: Connection) -> RunRecord:
+            def add() -> str:
+                runs.add_run(connection, run, first, version_folder(name, 0))
+                return name
+
+            once(connection, name, request_id, body_hash, add)
+            return runs.find_run(connection, name)
+
+        return await self._shared.store.write(mutation)
+
+
+async def slots_of_all(shared: Shared) -> int:
+    """Return how many adapter slots the existing runs need; a completed one only its live version."""
+    records = await shared.store.read(runs.all_runs)
+    return sum(1 if run.state is RunState.COMPLETED else needed_slots(run.config) for run in records)
+
+
+def _write_adapter(folder: Path, weights: bytes, config: RunConfig) -> None:
+    (folder / "adapter_model.safetensors").write_bytes(weights)
+    shape = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": config.lora_rank,
+        "lora_alpha": config.lora_alpha,
+        "target_modules": list(config.target_modules),
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(shape))

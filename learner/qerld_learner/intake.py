@@ -1,0 +1,279 @@
+"""What comes in to be sampled or was sampled elsewhere: Sample, SubmitPrompts, ImportTrajectories."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+
+from sqlalchemy import Connection
+
+from .errors import InvalidRequestError, PreconditionError, Violation
+from .records import (
+    GroupOpened,
+    GroupRecord,
+    GroupState,
+    NoiseRecord,
+    PromptSpec,
+    RolloutFinished,
+    RunRecord,
+    RunState,
+    SampleEvent,
+    SpanRecord,
+    TrajectorySpec,
+)
+from .sampler import Sampler
+from .shared import RunPulse, Shared
+from .store import rollouts as stored
+from .store.requests import answered, once
+from .store.rollouts import Sampled
+from .store.rows import rollout_ids
+from .store.runs import all_versions, find_run
+
+
+class Intake:
+    """Takes prompts and groups in; `Sampler` drives what is to be sampled."""
+
+    def __init__(self, shared: Shared, sampler: Sampler) -> None:
+        self._shared = shared
+        self._sampler = sampler
+
+    async def sample(self, run: str, request_id: str, body_hash: str, prompt: PromptSpec) -> AsyncIterator[SampleEvent]:
+        """See `Learner.sample`."""
+        before = await self._shared.store.read(lambda connection: self._earlier(connection, run, request_id, body_hash))
+        group_id = before or await self._open(run, request_id, body_hash, prompt)
+        feed = self._sampler.feed(group_id)
+        events = self._replay(group_id) if feed is None else feed.events()
+        async with aclosing(events):
+            async for event in events:
+                yield event
+
+    def _earlier(self, connection: Connection, run: str, request_id: str, body_hash: str) -> str | None:
+        find_run(connection, run)
+        found = answered(connection, run, request_id, body_hash)
+        return None if found is None else str(found[0])
+
+    async def _open(self, run: str, request_id: str, body_hash: str, prompt: PromptSpec) -> str:
+        record = await self._shared.store.read(lambda connection: find_run(connection, run))
+        require_running(record)
+        check_prompt(record, prompt, self._shared.pool.max_model_len())
+        buffer = self._shared.runs[run].buffer
+        await buffer.reserve(self._shared.options.admission_timeout, self._shared.options.admission_retry)
+        added = None
+        try:
+            group, repeated = await asyncio.shield(self._store(run, request_id, body_hash, prompt))
+            added = None if repeated else group.group.group_id
+        finally:
+            buffer.settle(added)
+        if not repeated:
+            self._sampler.start(group)
+        return group.group.group_id
+
+    async def _store(
+        self, run: str, request_id: str, body_hash: str, prompt: PromptSpec
+    ) -> tuple[stored.OpenGroup, bool]:
+        def mutation(connection: Connection) -> tuple[stored.OpenGroup, bool]:
+            record = find_run(connection, run)
+
+            def add() -> str:
+                require_running(record)
+                deadline, live = record.config.reward_deadline, record.live_version
+                return stored.add_group(connection, run, prompt, deadline, live, GroupState.SAMPLING)
+
+            group_id, repeated = once(connection, run, request_id, body_hash, add)
+            return stored.find_open_group(connection, group_id), repeated
+
+        return await self._shared.store.write(mutation)
+
+    async def _replay(self, group_id: str) -> AsyncGenerator[SampleEvent, None]:
+        def query(connection: Connection) -> list[SampleEvent]:
+            group = stored.find_group(connection, group_id)
+            rollouts = stored.group_rollouts(connection, group_id)
+            opened = GroupOpened(group_id, group.rollout_ids, rollouts[0].prompt_ids, group.version)
+            return [opened, *(RolloutFinished(rollout) for rollout in rollouts if rollout.finished_at is not None)]
+
+        for event in await self._shared.store.read(query):
+            yield event
+
+    async def submit_prompts(
+        self, run: str, request_id: str, body_hash: str, prompts: Sequence[PromptSpec]
+    ) -> list[str]:
+        """See `Learner.submit_prompts`."""
+        record = await self._shared.store.read(lambda connection: find_run(connection, run))
+        for index, prompt in enumerate(prompts):
+            check_prompt(record, prompt, self._shared.pool.max_model_len(), f"prompts[{index}].")
+
+        def mutation(connection: Connection) -> list[str]:
+            def add() -> list[str]:
+                require_running(find_run(connection, run))
+                deadline = record.config.reward_deadline
+                return [
+                    stored.add_group(connection, run, prompt, deadline, record.live_version, GroupState.QUEUED)
+                    for prompt in prompts
+                ]
+
+            return list(once(connection, run, request_id, body_hash, add)[0])
+
+        ids = await self._shared.store.write(mutation)
+        self._shared.runs[run].queued.notify()
+        return ids
+
+    async def admit_queued(self, run: str) -> None:
+        """Move queued groups into the buffer as it has room, oldest first, for ever."""
+        pulse = self._shared.runs[run]
+        while True:
+            seen = pulse.queued.count
+            if await self._shared.store.read(lambda connection: _has_queued(connection, run)):
+                await pulse.buffer.reserve(None, 0.0)
+                await self._admit_one(run, pulse)
+            else:
+                await pulse.queued.wait(seen, at_most=5.0)
+
+    async def _admit_one(self, run: str, pulse: RunPulse) -> None:
+        def mutation(connection: Connection) -> stored.OpenGroup | None:
+            if not _has_queued(connection, run):
+                return None
+            group = stored.open_groups(connection, run, GroupState.QUEUED, limit=1)[0]
+            stored.begin_sampling(connection, group.group.group_id, find_run(connection, run).live_version)
+            return stored.find_open_group(connection, group.group.group_id)
+
+        group = None
+        try:
+            group = await self._shared.write_patiently(mutation)
+        finally:
+            pulse.buffer.settle(group.group.group_id if group else None)
+        if group is not None:
+            self._sampler.start(group)
+
+    async def import_group(
+        self, run: str, request_id: str, body_hash: str, prompt: PromptSpec, trajectories: Sequence[TrajectorySpec]
+    ) -> GroupRecord:
+        """See `Learner.import_group`."""
+
+        def mutation(connection: Connection) -> tuple[GroupRecord, bool]:
+            record = find_run(connection, run)
+
+            def add() -> str:
+                require_running(record)
+                versions = {v.version: v.noise for v, _folder in all_versions(connection, run)}
+                check_trajectories(prompt, trajectories, versions)
+                return _store_import(connection, record, prompt, trajectories, versions)
+
+            group_id, repeated = once(connection, run, request_id, body_hash, add)
+            return stored.find_group(connection, group_id), repeated
+
+        group, repeated = await self._shared.store.write(mutation)
+        if not repeated:
+            pulse = self._shared.runs[run]
+            pulse.buffer.add(group.group_id)
+            if pulse.leases_filled:
+                rollouts = await self._shared.store.read(lambda c: stored.find_rollouts(c, group.rollout_ids))
+                for rollout in rollouts.values():
+                    pulse.leases.offer(rollout)
+        return group
+
+
+def _has_queued(connection: Connection, run: str) -> bool:
+    running = find_run(connection, run).state is RunState.RUNNING
+    return running and stored.count_groups(connection, run)[GroupState.QUEUED] > 0
+
+
+def _store_import(
+    connection: Connection,
+    run: RunRecord,
+    prompt: PromptSpec,
+    trajectories: Sequence[TrajectorySpec],
+    noises: dict[int, NoiseRecord],
+) -> str:
+    newest = max(segment.version for trajectory in trajectories for segment in trajectory.segments)
+    group_id = stored.add_group(connection, run.name, prompt, run.config.reward_deadline, newest, GroupState.SAMPLING)
+    for rollout_id, trajectory in zip(rollout_ids(group_id, len(trajectories)), trajectories, strict=True):
+        spans, begin = [], 0
+        for segment in trajectory.segments:
+            end = begin + len(segment.ids)
+            spans.append(SpanRecord(begin, end, segment.version, noises[segment.version]))
+            begin = end
+        sampled = Sampled(
+            rollout_id,
+            tuple(token for segment in trajectory.segments for token in segment.ids),
+            tuple(value for segment in trajectory.segments for value in segment.logprobs),
+            tuple(spans),
+            trajectory.finish_reason,
+            turns=len(trajectory.segments),
+        )
+        stored.store_sampled(connection, sampled)
+    return group_id
+
+
+def require_running(run: RunRecord) -> None:
+    """Raise `PreconditionError` unless the run takes new groups."""
+    if run.state is RunState.PAUSED:
+        raise PreconditionError(
+            f"run {run.name!r} is paused ({run.reason or 'no reason given'}); ResumeRun lets it go on"
+        )
+    if run.state is RunState.COMPLETED:
+        raise PreconditionError(f"run {run.name!r} is completed ({run.reason}); it takes no new groups")
+
+
+def check_prompt(run: RunRecord, prompt: PromptSpec, max_model_len: int | None, prefix: str = "") -> None:
+    """Raise `InvalidRequestError` with everything wrong with a prompt that is to be sampled."""
+    wrong = []
+    length = len(prompt.prompt_ids)
+    if length == 0:
+        wrong.append(("prompt", "must have at least one token, got none"))
+    if max_model_len is not None and length >= max_model_len:
+        text = f"must be shorter than the context of {max_model_len} tokens, got {length}; shorten it"
+        wrong.append(("prompt", text))
+    if prompt.group_size < 2:
+        wrong.append(
+            ("group_size", f"must be at least 2, got {prompt.group_size}: advantages are relative to the group")
+        )
+    if prompt.sampling.temperature != run.config.temperature:
+        text = (
+            f"must be the run's {run.config.temperature:g}, got {prompt.sampling.temperature:g}: a batch is trained"
+            " at one temperature; leave it unset or create a run with the other one"
+        )
+        wrong.append(("sampling.temperature", text))
+    if prompt.sampling.max_tokens < 1:
+        wrong.append(("sampling.max_tokens", f"must be at least 1, got {prompt.sampling.max_tokens}"))
+    if wrong:
+        raise InvalidRequestError([Violation(prefix + field, text) for field, text in wrong])
+
+
+def check_trajectories(
+    prompt: PromptSpec, trajectories: Sequence[TrajectorySpec], versions: dict[int, NoiseRecord]
+) -> None:
+    """Raise `InvalidRequestError` with everything wrong with an imported group."""
+    wrong = [] if prompt.prompt_ids else [Violation("prompt", "must have at least one token, got none")]
+    if len(trajectories) < 2:
+        text = f"must be at least 2, got {len(trajectories)}: advantages are relative to the group"
+        wrong.append(Violation("trajectories", text))
+    if len(trajectories) != prompt.group_size:
+        text = f"must be the number of trajectories, {len(trajectories)}, got {prompt.group_size}"
+        wrong.append(Violation("group_size", text))
+    for index, trajectory in enumerate(trajectories):
+        wrong.extend(_wrong_segments(f"trajectories[{index}]", trajectory, versions))
+    if wrong:
+        raise InvalidRequestError(wrong)
+
+
+def _wrong_segments(path: str, trajectory: TrajectorySpec, versions: dict[int, NoiseRecord]) -> list[Violation]:
+    wrong = []
+    if not any(segment.ids for segment in trajectory.segments):
+        wrong.append(Violation(f"{path}.segments", "must hold at least one token, got none"))
+    for number, segment in enumerate(trajectory.segments):
+        at = f"{path}.segments[{number}]"
+        if not segment.trainable:
+            text = "must be true: this version trains on the policy's own tokens only; leave tool output to the prompt"
+            wrong.append(Violation(f"{at}.trainable", text))
+            continue
+        if len(segment.logprobs) != len(segment.ids):
+            text = f"must be one a token, {len(segment.ids)}, got {len(segment.logprobs)}"
+            wrong.append(Violation(f"{at}.logprobs", text))
+        if not all(math.isfinite(value) and value <= 1e-6 for value in segment.logprobs):
+            wrong.append(Violation(f"{at}.logprobs", "must be finite and ≤ 0, natural logarithms after temperature"))
+        if segment.version not in versions:
+            text = f"must be a version of the run ({min(versions)} to {max(versions)}), got {segment.version}"
+            wrong.append(Violation(f"{at}.version", text))
+    return wrong

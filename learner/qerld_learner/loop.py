@@ -1,0 +1,227 @@
+"""The control loop of one run: promote what is staged, train what is batched, batch what is ready.
+
+The parent of a step is always live (`max_unpromoted` = 1), so one step at a time is between batch and promotion.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import time
+from pathlib import Path
+
+from sqlalchemy import Connection
+
+from . import batches
+from .errors import RetryLaterError
+from .promotion import Promotion
+from .records import RolloutRecord, RunRecord, RunState, StepReport, VersionRecord, VersionState
+from .run_options import noise_of, trainer_config
+from .shared import Shared
+from .store import rewards, runs, steps
+from .store.rewards import Closed
+from .store.rollouts import group_rollouts
+from .store.steps import Batch, FencedError, Trained
+from .trainer.client import TrainerDiedError, TrainerFailure
+from .trainer.messages import StepResult, TrainStep
+from .versions import collect_versions, publish_desired, version_folder
+
+_log = logging.getLogger(__name__)
+
+# After this many rollbacks in a row something other than one step's weights is wrong.
+MOST_ROLLBACKS = 2
+FAULT_BACKOFF_SECONDS = 2.0
+
+
+class RunLoop:
+    """Drives one run until it is cancelled; everything it needs to go on is in the store."""
+
+    def __init__(self, shared: Shared, run: str) -> None:
+        self._shared = shared
+        self._run = run
+        self._pulse = shared.runs[run]
+        self._promotion = Promotion(shared, run)
+        self._rollbacks = 0
+        self._waiting_since = time.time()
+
+    async def drive(self) -> None:
+        """Go on for ever. Unexpected errors are logged and the step is tried again, from the store."""
+        while True:
+            seen = self._pulse.work.count
+            try:
+                if not await self._turn():
+                    await self._pulse.work.wait(seen, at_most=5.0)
+            except RetryLaterError as error:
+                self._pulse.waiting_for = str(error)
+                await asyncio.sleep(error.retry_after)
+            except Exception:
+                _log.exception("the loop of run %s failed and begins its turn again", self._run)
+                self._pulse.waiting_for = "the control loop failed, see the learner's log; it tries again"
+                await asyncio.sleep(FAULT_BACKOFF_SECONDS)
+
+    async def _turn(self) -> bool:
+        """Do the next thing; returns whether there was something to do."""
+        run, newest, batch = await self._shared.store.write(self._look)
+        if newest.state in (VersionState.STAGED, VersionState.CANARY):
+            await self._promote(newest)
+            return True
+        if run.state is not RunState.RUNNING:
+            return False
+        if batch is None:
+            batch = await self._next_batch(run)
+        if batch is None:
+            return False
+        await self._train(run, batch)
+        return True
+
+    def _look(self, connection: Connection) -> tuple[RunRecord, VersionRecord, Batch | None]:
+        batch = steps.open_batch(connection, self._run, self._shared.fence)
+        return runs.find_run(connection, self._run), runs.newest_version(connection, self._run), batch
+
+    async def _next_batch(self, run: RunRecord) -> Batch | None:
+        def mutation(connection: Connection) -> tuple[Batch | None, Closed]:
+            closed = Closed()
+            return steps.form_batch(connection, self._run, run.config, self._shared.fence, closed), closed
+
+        batch, closed = await self._shared.store.write(mutation)
+        self._shared.publish(self._run, closed)
+        if batch is not None:
+            self._shared.batched(self._run, batch.group_ids)
+        return batch
+
+    async def _train(self, run: RunRecord, batch: Batch) -> None:
+        data = await self._shared.store.read(lambda connection: batches.load(connection, batch))
+        folder = version_folder(self._run, batch.version)
+        wait = max(0.0, time.time() - self._waiting_since)
+        begun = time.monotonic()
+        try:
+            result = await self._step(run, data, folder)
+        except (TrainerFailure, TrainerDiedError) as error:
+            await self._pause(f"step {batch.step} failed: {error}")
+            return
+        seconds = time.monotonic() - begun
+        noise = noise_of(run.config, batch.step, batch.version)
+        metrics = batches.report_metrics(data, result.metrics, noise.sigma, self._pulse.zero_variance, seconds)
+        self._pulse.zero_variance = 0
+        phases = {**result.phase_seconds, "sample_wait": wait, "train": seconds}
+        now = time.time()
+        report = StepReport(self._run, batch.step, batch.version, metrics, phases, now, run.state)
+        version = VersionRecord(
+            run=self._run,
+            version=batch.version,
+            parent=batch.parent,
+            step=batch.step,
+            noise=noise,
+            state=VersionState.STAGED,
+            adapter_sha256=result.adapter_sha256,
+            adapter_bytes=result.adapter_bytes,
+            created_at=now,
+        )
+        await self._commit(batch, version, folder, result, report)
+        self._waiting_since = time.time()
+
+    async def _step(self, run: RunRecord, data: batches.BatchData, folder: str) -> StepResult:
+        out = self._shared.options.state_dir / folder
+        request = TrainStep(
+            run=self._run,
+            config=trainer_config(run.config, self._shared.options),
+            step=data.batch.step,
+            parent_dir=str(self._shared.options.state_dir / data.parent_folder),
+            out_dir=str(out),
+            seed=data.batch.seed,
+            groups=batches.trainer_groups(data),
+        )
+        reply = await self._shared.trainer.call(
+            request,
+            attempts=self._shared.options.trainer_attempts,
+            # A trainer that died after writing, or a learner that died before committing, left this behind.
+            before=lambda: _clear(out),
+        )
+        assert isinstance(reply, StepResult)
+        return reply
+
+    async def _commit(
+        self, batch: Batch, version: VersionRecord, folder: str, result: StepResult, report: StepReport
+    ) -> None:
+        trained = [Trained(r.rollout_id, r.advantage, r.mean_ratio, r.clipped_share) for r in result.rollouts]
+        fence = self._shared.fence
+
+        def mutation(connection: Connection) -> Closed:
+            ids = steps.commit_step(connection, batch, fence, version, folder, trained, report)
+            return rewards.closed_by_training(connection, ids)
+
+        try:
+            closed = await self._shared.write_patiently(mutation)
+        except FencedError as error:
+            _log.warning("step discarded: %s", error)
+            return
+        self._shared.publish(self._run, closed)
+        for _group in batch.group_ids:
+            self._shared.observer.group_closed(self._run, "trained")
+
+    async def _promote(self, staged: VersionRecord) -> None:
+        folder, probes = await self._shared.store.read(lambda connection: self._probes(connection, staged))
+        try:
+            live = await self._promotion.promote(staged, self._shared.options.state_dir / folder, probes)
+        except (TrainerFailure, TrainerDiedError) as error:
+            await self._pause(f"the canary of version {staged.version} failed in the trainer: {error}")
+            await asyncio.sleep(FAULT_BACKOFF_SECONDS)
+            return
+        self._rollbacks = 0 if live else self._rollbacks + 1
+        if self._rollbacks >= MOST_ROLLBACKS:
+            self._rollbacks = 0
+            await self._pause(f"{MOST_ROLLBACKS} versions in a row were rolled back by the canary; see the log")
+        run = await self._shared.store.read(lambda connection: runs.find_run(connection, self._run))
+        await collect_versions(self._shared, self._run, run.config.max_lag)
+
+    def _probes(self, connection: Connection, staged: VersionRecord) -> tuple[str, list[RolloutRecord]]:
+        """Return the version's folder and rollouts to score: of its batch, or for a rollback of its ancestor's."""
+        _record, folder = runs.find_version(connection, self._run, staged.version)
+        ids = steps.batch_groups(connection, self._run, staged.version)
+        if not ids:
+            ids = steps.batch_groups(connection, self._run, staged.parent)
+        groups = [[r for r in group_rollouts(connection, i) if r.completion_ids] for i in ids]
+        return folder, batches.probes(groups, self._shared.options.canary_probes)
+
+    async def _pause(self, reason: str) -> None:
+        _log.error("run %s is paused: %s", self._run, reason)
+
+        def mutation(connection: Connection) -> None:
+            if runs.find_run(connection, self._run).state is RunState.RUNNING:
+                runs.set_state(connection, self._run, RunState.PAUSED, reason)
+
+        await self._shared.write_patiently(mutation)
+        self._pulse.work.notify()
+
+
+async def expire_overdue(shared: Shared) -> None:
+    """Close groups whose reward deadline has passed, once a half second, for ever."""
+    while True:
+        await asyncio.sleep(0.5)
+        overdue = await shared.store.read(rewards.overdue_groups)
+        for run in sorted({run for run, _group in overdue}):
+            ids = [group_id for of, group_id in overdue if of == run]
+            await _expire(shared, run, ids)
+
+
+async def _expire(shared: Shared, run: str, group_ids: list[str]) -> None:
+    drop = shared.runs[run].config.drop_zero_variance
+
+    def mutation(connection: Connection) -> Closed:
+        closed = Closed()
+        rewards.close_groups(connection, group_ids, drop, closed)
+        return closed
+
+    shared.publish(run, await shared.write_patiently(mutation))
+
+
+async def keep_desired(shared: Shared) -> None:
+    """Let versions go from policy servers once nothing is sampled with them: looked at every two seconds."""
+    while True:
+        await publish_desired(shared)
+        await asyncio.sleep(2.0)
+
+
+def _clear(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)

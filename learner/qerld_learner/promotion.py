@@ -1,0 +1,210 @@
+"""From STAGED to LIVE: policy servers load a version, a canary compares log-probabilities, and it goes live or back.
+
+The canary scores a few rollouts of the batch that made the version, without noise and at temperature 1, once by the
+trainer and once by every server that has it. A server that differs is quarantined; when none agrees, the version is
+rolled back: a new version republishes its parent's weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import grpc
+from sqlalchemy import Connection
+
+from .records import RolloutRecord, RunRecord, RunState, StepReport, VersionRecord, VersionState
+from .replicas import Replica
+from .run_options import canary_tolerance, trainer_config
+from .shared import Shared
+from .store import runs, steps
+from .store.rewards import Closed
+from .trainer.messages import Score, Scores
+from .trainer.messages import Sequence as TokenSequence
+from .versions import publish_desired
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the canary found: the largest gap among the servers that agree (or among all), and who does not."""
+
+    gap: float
+    passed: bool
+    failures: tuple[str, ...]
+
+
+class Promotion:
+    """Promotes the staged version of one run."""
+
+    def __init__(self, shared: Shared, run: str) -> None:
+        self._shared = shared
+        self._run = run
+
+    async def promote(self, staged: VersionRecord, folder: Path, probes: Sequence[RolloutRecord]) -> bool:
+        """Bring a version live, waiting for a server as long as it takes; returns False when it was rolled back."""
+        run = await self._shared.store.read(lambda connection: runs.find_run(connection, self._run))
+        begun = time.time()
+        await publish_desired(self._shared)
+        ready = await self._loaded(staged)
+        loaded = time.time()
+        if staged.state is VersionState.STAGED:
+            await self._shared.write_patiently(
+                lambda c: runs.set_version_state(c, self._run, staged.version, VersionState.CANARY)
+            )
+        verdict = await self._canary(run, staged, folder, probes, ready)
+        self._shared.observer.canary_scored(self._run, verdict.gap, verdict.passed)
+        extra = {
+            "policy_gap": verdict.gap,
+            "swap_seconds": max((r.load_seconds(self._run, staged.version) for r in ready), default=0.0),
+            "promote_wait_seconds": loaded - begun,
+        }
+        if verdict.passed:
+            await self._go_live(staged, extra, time.time() - begun)
+        else:
+            await self._go_back(staged, verdict, extra, time.time() - begun)
+        return verdict.passed
+
+    async def _loaded(self, staged: VersionRecord) -> list[Replica]:
+        """Wait until every server that can has loaded the version; at least one, unless all have refused."""
+        pool = self._shared.pool
+        pulse = self._shared.runs[self._run]
+        while True:
+            seen = pool.changed.count
+            replicas = [r for r in pool.all() if not r.quarantine and not r.reported.error]
+            ready = [r for r in replicas if r.serves(self._run, staged.version)]
+            refused = [r for r in replicas if r.refusal(self._run, staged.version)]
+            if replicas and len(ready) + len(refused) == len(replicas):
+                pulse.waiting_for = ""
+                return ready
+            pulse.waiting_for = (
+                f"policy servers to load version {staged.version}: {len(ready)} of {len(replicas)} have it"
+                if replicas
+                else f"a policy server for version {staged.version}; none is attached and healthy"
+            )
+            await pool.changed.wait(seen, at_most=1.0)
+
+    async def _canary(
+        self,
+        run: RunRecord,
+        staged: VersionRecord,
+        folder: Path,
+        probes: Sequence[RolloutRecord],
+        ready: Sequence[Replica],
+    ) -> Verdict:
+        refusals = [
+            f"{r.hello.replica_id}: {text}"
+            for r in self._shared.pool.all()
+            if (text := r.refusal(self._run, staged.version))
+        ]
+        if not ready:
+            return Verdict(math.inf, False, tuple(refusals))
+        ours = await self._trainer_scores(run, folder, probes)
+        tolerance = canary_tolerance(run.config, self._shared.options.dtype)
+        gaps = await asyncio.gather(*(self._gap(replica, staged.version, probes, ours) for replica in ready))
+        return self._judge(list(zip(ready, gaps, strict=True)), tolerance, refusals)
+
+    def _judge(self, gaps: Sequence[tuple[Replica, float | None]], tolerance: float, refusals: list[str]) -> Verdict:
+        # None: the server went away during the canary, which says nothing about the version.
+        known = [(replica, gap) for replica, gap in gaps if gap is not None]
+        good = [gap for _replica, gap in known if gap <= tolerance]
+        bad = [(replica, gap) for replica, gap in known if not gap <= tolerance]
+        failures = [f"{r.hello.replica_id}: gap {gap:.3g} nats a token, the limit is {tolerance:.3g}" for r, gap in bad]
+        passed = bool(good) or not known
+        if passed:
+            for (replica, _gap), why in zip(bad, failures, strict=True):
+                replica.quarantine = f"canary failed: {why}"
+                _log.error("policy server quarantined: %s", replica.quarantine)
+        gap = max(good) if good else max((gap for _r, gap in bad), default=0.0)
+        return Verdict(gap, passed, tuple(refusals + failures))
+
+    async def _trainer_scores(self, run: RunRecord, folder: Path, probes: Sequence[RolloutRecord]) -> list[list[float]]:
+        if not probes:
+            return []
+        sequences = [TokenSequence(list(p.prompt_ids), list(p.completion_ids)) for p in probes]
+        request = Score(self._run, trainer_config(run.config, self._shared.options), str(folder), sequences)
+        reply = await self._shared.trainer.call(request, attempts=self._shared.options.trainer_attempts)
+        assert isinstance(reply, Scores)
+        return reply.logprobs
+
+    async def _gap(
+        self, replica: Replica, version: int, probes: Sequence[RolloutRecord], ours: list[list[float]]
+    ) -> float | None:
+        if not probes:
+            return 0.0
+        try:
+            pairs = [(probe.prompt_ids, probe.completion_ids) for probe in probes]
+            theirs = await replica.client.score(self._run, version, pairs)
+        except grpc.aio.AioRpcError as error:
+            _log.warning("policy server %s did not answer the canary: %s", replica.hello.replica_id, error.details())
+            return None
+        return mean_gap(ours, theirs)
+
+    async def _go_live(self, staged: VersionRecord, extra: dict[str, float], seconds: float) -> None:
+        def mutation(connection: Connection) -> StepReport | None:
+            runs.make_live(connection, self._run, staged.version)
+            run = runs.find_run(connection, self._run)
+            last = run.config.max_steps
+            if last and staged.step >= last and run.state is RunState.RUNNING:
+                runs.set_state(connection, self._run, RunState.COMPLETED, f"max_steps = {last} reached")
+            return self._publish(connection, staged, extra, seconds)
+
+        report = await self._shared.write_patiently(mutation)
+        self._shared.observer.version_live(self._run, staged.version, seconds)
+        await self._tell(report)
+
+    async def _go_back(self, staged: VersionRecord, verdict: Verdict, extra: dict[str, float], seconds: float) -> None:
+        why = "; ".join(verdict.failures)
+        _log.error("version %d of run %s is rolled back: %s", staged.version, self._run, why)
+
+        def mutation(connection: Connection) -> tuple[StepReport | None, Closed]:
+            closed = Closed()
+            again = steps.roll_back(connection, staged, closed)
+            if steps.find_report(connection, self._run, staged.version) is None:
+                # The republished parent, which is serving well under its own name, failed too: not the weights' fault.
+                runs.set_state(connection, self._run, RunState.PAUSED, f"canary of a rollback failed: {why}")
+            _log.warning("version %d republishes version %d", again.version, again.parent)
+            return self._publish(connection, staged, extra | {"reverted": 1.0}, seconds), closed
+
+        report, closed = await self._shared.write_patiently(mutation)
+        self._shared.publish(self._run, closed)
+        if report is not None:
+            self._shared.observer.group_closed(self._run, "reverted")
+        await self._tell(report)
+
+    def _publish(
+        self, connection: Connection, version: VersionRecord, extra: dict[str, float], seconds: float
+    ) -> StepReport | None:
+        report = steps.find_report(connection, self._run, version.version)
+        if report is None:
+            return None
+        state = runs.find_run(connection, self._run).state
+        phases = {**report.phase_seconds, "promote": seconds}
+        metrics = {**report.metrics, **extra}
+        report = replace(report, metrics=metrics, phase_seconds=phases, at=time.time(), run_state=state)
+        steps.publish_report(connection, report)
+        return report
+
+    async def _tell(self, report: StepReport | None) -> None:
+        pulse = self._shared.runs[self._run]
+        if report is not None:
+            self._shared.observer.step_reported(report)
+            pulse.reported.notify()
+        pulse.live.notify()
+        pulse.work.notify()
+        await publish_desired(self._shared)
+
+
+def mean_gap(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> float:
+    """Return the mean |difference| over all tokens, in nats; infinite when shapes differ or one is not finite."""
+    if [len(one) for one in ours] != [len(one) for one in theirs]:
+        return math.inf
+    gaps = [abs(a - b) for one, other in zip(ours, theirs, strict=True) for a, b in zip(one, other, strict=True)]
+    gap = sum(gaps) / len(gaps) if gaps else 0.0
+    return gap if math.isfinite(gap) else math.inf

@@ -1,0 +1,94 @@
+"""What the parts of the learner share: options, store, policy servers, trainer, and who is told of changes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from .buffer import Buffer
+from .errors import RetryLaterError
+from .groups import Verdict
+from .leases import LeaseBoard
+from .observer import Observer
+from .options import LearnerOptions
+from .records import Receipt, RunConfig
+from .replicas import ReplicaPool
+from .signals import Broadcast, Signal
+from .store import Store
+from .store.rewards import Closed
+from .store.writer import Mutation
+from .trainer_host import TrainerHost
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class RunPulse:
+    """What is in memory of one run; everything else is in the store."""
+
+    def __init__(self, name: str, config: RunConfig) -> None:
+        self.config = config
+        self.buffer = Buffer(name, config)
+        self.leases = LeaseBoard()
+        self.leases_filled = False
+        # The control loop's alarm clock: outcomes, verdicts, pause and resume, policy servers.
+        self.work = Signal()
+        self.queued = Signal()
+        self.live = Signal()
+        self.reported = Signal()
+        self.waiting_for = ""
+        # Groups dropped for zero variance since the last step.
+        self.zero_variance = 0
+
+
+@dataclass
+class Shared:
+    """One a process. `fence` is this process's number: commits of an earlier process's batches are refused."""
+
+    options: LearnerOptions
+    observer: Observer
+    store: Store
+    pool: ReplicaPool
+    trainer: TrainerHost
+    fence: int
+    runs: dict[str, RunPulse] = field(default_factory=dict)
+    receipts: Broadcast[tuple[str, Receipt]] = field(default_factory=Broadcast)
+
+    def publish(self, run: str, closed: Closed) -> None:
+        """Tell everyone what a committed transaction closed."""
+        pulse = self.runs[run]
+        for receipt in closed.receipts:
+            pulse.leases.settled(receipt.rollout_id)
+            self.receipts.publish((run, receipt))
+        for group_id, judged in closed.verdicts.items():
+            self.observer.group_closed(run, judged.value)
+            pulse.zero_variance += judged is Verdict.ZERO_VARIANCE
+            if judged is not Verdict.READY:
+                pulse.buffer.remove(group_id)
+        if closed.verdicts:
+            pulse.work.notify()
+
+    def batched(self, run: str, group_ids: Iterable[str]) -> None:
+        """Groups left the buffer for a batch: there is room for new ones."""
+        for group_id in group_ids:
+            self.runs[run].buffer.remove(group_id)
+
+    def scored(self, run: str, rollout_ids: Iterable[str]) -> None:
+        """Rollouts have outcomes: no worker needs them any more."""
+        for rollout_id in rollout_ids:
+            self.runs[run].leases.settled(rollout_id)
+
+    async def write_patiently(self, mutation: Mutation[T]) -> T:
+        """Write what must not be lost: while the disk is full, try again until there is room."""
+        while True:
+            try:
+                return await self.store.write(mutation)
+            except RetryLaterError as error:
+                if error.unavailable:
+                    raise
+                _log.error("waiting for room on the disk: %s", error)
+                await asyncio.sleep(error.retry_after)

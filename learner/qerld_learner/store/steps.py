@@ -1,0 +1,283 @@
+"""Batches, learner steps and rollbacks in the store: each function works inside the caller's transaction."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from sqlalchemy import Connection, bindparam, func, insert, select, update
+
+from ..groups import Verdict, lag
+from ..records import (
+    GroupState,
+    ReceiptState,
+    RunConfig,
+    RunState,
+    StepReport,
+    VersionRecord,
+    VersionState,
+)
+from . import rows
+from .rewards import Closed, close_group, members_of, set_receipts
+from .rollouts import find_receipts
+from .runs import all_versions, find_run, newest_version, next_version_number
+from .schema import batches, groups, reports, rollouts, runs, versions
+
+TRAINING = "training"
+COMMITTED = "committed"
+
+
+class FencedError(RuntimeError):
+    """Another learner process took the batch over, or a rollback abandoned it; what was trained is discarded."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Durable membership, order and seed of one training batch; `version` is what it makes."""
+
+    run: str
+    version: int
+    parent: int
+    step: int
+    seed: int
+    group_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a step did with one rollout."""
+
+    rollout_id: str
+    advantage: float
+    ratio: float
+    clipped_share: float
+
+
+def open_batch(connection: Connection, run: str, fence: int) -> Batch | None:
+    """Return the batch that is in training, now fenced for this process, or None."""
+    query = select(batches).where(batches.c.run == run, batches.c.state == TRAINING)
+    row = connection.execute(query).mappings().one_or_none()
+    if row is None:
+        return None
+    connection.execute(
+        update(batches).where(batches.c.run == run, batches.c.version == row["version"]).values(fence=fence)
+    )
+    ids = tuple(json.loads(row["group_ids"]))
+    return Batch(run, row["version"], row["parent"], row["step"], row["seed"], ids)
+
+
+def form_batch(connection: Connection, run: str, config: RunConfig, fence: int, closed: Closed) -> Batch | None:
+    """Drop stale groups and, when enough are ready, store the next batch.
+
+    Returns None when groups are missing, while a newer version is not live yet, and when the run does not run.
+    """
+    newest = newest_version(connection, run)
+    if newest.state is not VersionState.LIVE or find_run(connection, run).state is not RunState.RUNNING:
+        return None
+    drop_stale(connection, run, newest, config.max_lag, closed)
+    query = (
+        select(groups.c.group_id)
+        .where(groups.c.run == run, groups.c.state == GroupState.READY.value)
+        .order_by(groups.c.seq)
+        .limit(config.groups_per_step)
+    )
+    ids = tuple(connection.execute(query).scalars())
+    if len(ids) < config.groups_per_step:
+        return None
+    number = next_version_number(connection, run)
+    batch = Batch(run, number, newest.version, newest.step + 1, batch_seed(config.seed, number), ids)
+    _store_batch(connection, batch, fence, closed)
+    return batch
+
+
+def batch_seed(run_seed: int, version: int) -> int:
+    """Return the seed of the batch that makes a version: 63 bits, the same at each attempt."""
+    return (run_seed * 0x9E3779B97F4A7C15 + version * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) % (1 << 63)
+
+
+def _store_batch(connection: Connection, batch: Batch, fence: int, closed: Closed) -> None:
+    connection.execute(
+        insert(batches),
+        {
+            "run": batch.run,
+            "version": batch.version,
+            "parent": batch.parent,
+            "step": batch.step,
+            "seed": batch.seed,
+            "group_ids": json.dumps(batch.group_ids),
+            "state": TRAINING,
+            "fence": fence,
+            "created_at": time.time(),
+        },
+    )
+    _set_groups(connection, batch.group_ids, GroupState.BATCHED)
+    set_receipts(connection, dict.fromkeys(_rewarded(connection, batch.group_ids), ReceiptState.BATCHED), closed)
+
+
+def _rewarded(connection: Connection, group_ids: Sequence[str]) -> list[str]:
+    members = members_of(connection, group_ids)
+    return [member.rollout_id for group in members.values() for member in group if member.reward is not None]
+
+
+def _set_groups(connection: Connection, group_ids: Sequence[str], state: GroupState) -> None:
+    connection.execute(update(groups).where(groups.c.group_id.in_(group_ids)).values(state=state.value))
+
+
+def drop_stale(connection: Connection, run: str, parent: VersionRecord, max_lag: int, closed: Closed) -> None:
+    """Drop sampled groups whose oldest token is more than `max_lag` steps behind the version that trains next."""
+    made = {record.version: record for record, _folder in all_versions(connection, run)}
+    query = select(groups.c.group_id, groups.c.version).where(
+        groups.c.run == run, groups.c.state.in_([GroupState.AWAITING_REWARDS.value, GroupState.READY.value])
+    )
+    stale = [
+        row.group_id
+        for row in connection.execute(query)
+        if made[row.version].state is VersionState.REVERTED or lag(parent.step, made[row.version].step) > max_lag
+    ]
+    for group_id, members in members_of(connection, stale).items():
+        close_group(connection, group_id, members, Verdict.STALE, closed)
+
+
+_SET_TRAINED = (
+    update(rollouts).where(rollouts.c.rollout_id == bindparam("of_id")).values(receipt=ReceiptState.TRAINED.value)
+)
+
+
+def commit_step(
+    connection: Connection,
+    batch: Batch,
+    fence: int,
+    version: VersionRecord,
+    folder: str,
+    trained: Sequence[Trained],
+    report: StepReport,
+) -> list[str]:
+    """Store a step, exactly once: version STAGED, groups TRAINED, receipts, report. Returns the trained rollouts' ids.
+
+    Raises `FencedError` when the batch is no longer this process's.
+    """
+    taken = connection.execute(
+        update(batches)
+        .where(
+            batches.c.run == batch.run,
+            batches.c.version == batch.version,
+            batches.c.state == TRAINING,
+            batches.c.fence == fence,
+        )
+        .values(state=COMMITTED)
+    )
+    if taken.rowcount != 1:
+        raise FencedError(f"batch for version {batch.version} of run {batch.run!r} is no longer fenced by {fence}")
+    connection.execute(insert(versions), rows.version_row(version, folder))
+    _set_groups(connection, batch.group_ids, GroupState.TRAINED)
+    now = time.time()
+    connection.execute(
+        _SET_TRAINED,
+        [
+            {
+                "of_id": one.rollout_id,
+                "receipt_at": now,
+                "step": batch.step,
+                "version": batch.version,
+                "advantage": one.advantage,
+                "ratio": one.ratio,
+                "clipped_share": one.clipped_share,
+            }
+            for one in trained
+        ],
+    )
+    _set_step(connection, batch.run, batch.step)
+    body = rows.dump(report)
+    connection.execute(
+        insert(reports).values(run=batch.run, step=batch.step, version=batch.version, body=body, published=None)
+    )
+    return [one.rollout_id for one in trained]
+
+
+def _set_step(connection: Connection, run: str, step: int) -> None:
+    connection.execute(update(runs).where(runs.c.name == run).values(step=step, revision=runs.c.revision + 1))
+
+
+def find_report(connection: Connection, run: str, version: int) -> StepReport | None:
+    """Return the report of the step that made a version, published or not; None for version 0 and rollbacks."""
+    query = select(reports.c.body).where(reports.c.run == run, reports.c.version == version)
+    body = connection.execute(query).scalar_one_or_none()
+    return None if body is None else rows.report(body)
+
+
+def publish_report(connection: Connection, report: StepReport) -> None:
+    """Make a step's report readable, as it is now."""
+    last = connection.execute(select(func.max(reports.c.published))).scalar_one_or_none()
+    connection.execute(
+        update(reports)
+        .where(reports.c.run == report.run, reports.c.version == report.version)
+        .values(body=rows.dump(report), published=(last or 0) + 1)
+    )
+
+
+def published_reports(
+    connection: Connection, run: str, after_published: int, after_step: int
+) -> list[tuple[int, StepReport]]:
+    """Return readable reports in order of publication, with their positions."""
+    query = (
+        select(reports.c.published, reports.c.body)
+        .where(reports.c.run == run, reports.c.published > after_published, reports.c.step > after_step)
+        .order_by(reports.c.published)
+    )
+    return [(row.published, rows.report(row.body)) for row in connection.execute(query)]
+
+
+def last_published(connection: Connection, run: str) -> int:
+    """Return the position of a run's newest readable report, 0 without any."""
+    query = select(func.max(reports.c.published)).where(reports.c.run == run)
+    return int(connection.execute(query).scalar_one_or_none() or 0)
+
+
+def roll_back(connection: Connection, abandoned: VersionRecord, closed: Closed) -> VersionRecord:
+    """Revert a version that is not live, with its groups, and publish its parent's weights as a new STAGED version."""
+    run = abandoned.run
+    parents = {record.version: (record, folder) for record, folder in all_versions(connection, run)}
+    parent, folder = parents[abandoned.parent]
+    connection.execute(
+        update(versions)
+        .where(versions.c.run == run, versions.c.version == abandoned.version)
+        .values(state=VersionState.REVERTED.value)
+    )
+    _revert_groups(connection, run, abandoned.version, closed)
+    number = next_version_number(connection, run)
+    again = replace(
+        parent, version=number, parent=parent.version, state=VersionState.STAGED, created_at=time.time(), live_at=None
+    )
+    connection.execute(insert(versions), rows.version_row(again, folder))
+    _set_step(connection, run, parent.step)
+    return again
+
+
+def _revert_groups(connection: Connection, run: str, version: int, closed: Closed) -> None:
+    query = select(batches.c.group_ids).where(batches.c.run == run, batches.c.version == version)
+    ids = json.loads(connection.execute(query).scalar_one_or_none() or "[]")
+    if not ids:
+        return
+    _set_groups(connection, ids, GroupState.REVERTED)
+    connection.execute(
+        update(rollouts)
+        .where(rollouts.c.group_id.in_(ids), rollouts.c.receipt == ReceiptState.TRAINED.value)
+        .values(receipt=ReceiptState.REVERTED.value, receipt_at=time.time())
+    )
+    reverted = select(rollouts.c.rollout_id).where(
+        rollouts.c.group_id.in_(ids), rollouts.c.receipt == ReceiptState.REVERTED.value
+    )
+    closed.receipts.extend(find_receipts(connection, list(connection.execute(reverted).scalars())).values())
+
+
+def referenced_folders(connection: Connection) -> set[str]:
+    """Return every version folder that a row references, relative to the state folder."""
+    return set(connection.execute(select(versions.c.folder).where(versions.c.folder != "").distinct()).scalars())
+
+
+def batch_groups(connection: Connection, run: str, version: int) -> list[str]:
+    """Return the groups of the batch that made a version; none for version 0 and for rollbacks."""
+    query = select(batches.c.group_ids).where(batches.c.run == run, batches.c.version == version)
+    return list(json.loads(connection.execute(query).scalar_one_or_none() or "[]"))

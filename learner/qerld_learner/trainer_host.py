@@ -1,0 +1,64 @@
+"""The trainer process as the learner uses it: started when needed, started again when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from .observer import Observer
+from .trainer.client import TrainerDiedError, TrainerProcess
+from .trainer.messages import Progress, Reply, Request
+
+RESTART_SECONDS = 1.0
+
+
+class TrainerHost:
+    """Serialises requests to one trainer process.
+
+    Only requests that leave nothing behind when they fail may be repeated; all of the trainer's are so.
+    """
+
+    def __init__(self, process: TrainerProcess, observer: Observer) -> None:
+        self._process = process
+        self._observer = observer
+        self._lock = asyncio.Lock()
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the running trainer, None when none runs."""
+        return self._process.pid
+
+    async def call(
+        self,
+        request: Request,
+        *,
+        attempts: int,
+        before: Callable[[], None] | None = None,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> Reply:
+        """Return the reply, starting the process when it does not run and again when it dies.
+
+        `before` runs ahead of every attempt. Raises `TrainerFailure` at once, `TrainerDiedError` after `attempts`.
+        """
+        async with self._lock:
+            for attempt in range(1, attempts + 1):
+                try:
+                    await self._process.start()
+                    if before is not None:
+                        before()
+                    return await self._process.call(request, on_progress)
+                except TrainerDiedError:
+                    self._observer.trainer_died()
+                    if attempt == attempts:
+                        raise
+                    await asyncio.sleep(RESTART_SECONDS)
+        raise ValueError(f"attempts must be at least 1, got {attempts}")
+
+    async def start(self) -> None:
+        """Start the process ahead of its first request: importing its libraries takes seconds."""
+        async with self._lock:
+            await self._process.start()
+
+    async def stop(self) -> None:
+        """End the process; a request in progress fails."""
+        await self._process.stop()

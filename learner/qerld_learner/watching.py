@@ -1,0 +1,66 @@
+"""Streams of changes: receipts, live versions, step reports. Each reads the store and then waits for what is new."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+
+from .errors import NotFoundError
+from .records import Receipt, StepReport, VersionRecord
+from .shared import Shared
+from .store import runs, steps
+from .store.rollouts import find_receipts
+
+
+async def watch_receipts(shared: Shared, run: str, rollout_ids: Sequence[str]) -> AsyncIterator[Receipt]:
+    """See `Learner.watch_receipts`."""
+    await shared.store.read(lambda connection: runs.find_run(connection, run))
+    awaited = set(rollout_ids)
+    with shared.receipts.subscribe() as subscription:
+        if rollout_ids:
+            known = await shared.store.read(lambda connection: find_receipts(connection, rollout_ids))
+            for missing in awaited - known.keys():
+                raise NotFoundError(f"unknown rollout {missing!r} in run {run!r}; use ids that Sample returned")
+            for receipt in known.values():
+                if receipt.state.final:
+                    awaited.discard(receipt.rollout_id)
+                    yield receipt
+        while (awaited or not rollout_ids) and (new := await subscription.get()) is not None:
+            of, receipt = new
+            if of != run or (rollout_ids and receipt.rollout_id not in awaited):
+                continue
+            awaited.discard(receipt.rollout_id)
+            yield receipt
+
+
+async def watch_live(shared: Shared, run: str) -> AsyncIterator[VersionRecord]:
+    """See `Learner.watch_live`."""
+    last = -1
+    while True:
+        live, _folder = await shared.store.read(lambda connection: runs.find_version(connection, run))
+        signal = shared.runs[run].live
+        seen = signal.count
+        if live.version != last:
+            last = live.version
+            yield live
+            # A change during the yield moved the count, or is found by the next read.
+            continue
+        await signal.wait(seen, at_most=5.0)
+
+
+async def watch_reports(shared: Shared, run: str, after_step: int | None) -> AsyncIterator[StepReport]:
+    """See `Learner.watch_reports`."""
+    await shared.store.read(lambda connection: runs.find_run(connection, run))
+    position = 0
+    if after_step is None:
+        position = await shared.store.read(lambda connection: steps.last_published(connection, run))
+    signal = shared.runs[run].reported
+    while True:
+        seen = signal.count
+        for published, report in await _new_reports(shared, run, position, after_step or 0):
+            position = published
+            yield report
+        await signal.wait(seen, at_most=5.0)
+
+
+async def _new_reports(shared: Shared, run: str, position: int, after_step: int) -> list[tuple[int, StepReport]]:
+    return await shared.store.read(lambda connection: steps.published_reports(connection, run, position, after_step))
