@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,7 +20,7 @@ from qerld_kernels.checkpoint import CheckpointReader
 from qerld_kernels.noise import Noise
 
 from qerld_service.adapters import AdapterError, AdapterKey, Slot, SlotTable, check_adapter, linear_shapes
-from qerld_service.vllm_plugin import ENABLED
+from qerld_service.vllm_plugin import set_environment
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -30,20 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["Delta", "EngineConfig", "EngineDiedError", "EngineStats", "PolicyEngine", "RequestError", "Sampling"]
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM's max_lora_rank may be
-_ALWAYS = {
-    ENABLED: "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_DO_NOT_TRACK": "1",
-    "HF_HUB_OFFLINE": "1",
-    # A forked core would inherit gRPC's threads and locks.
-    "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
-}
-_ON_CPU = {
-    # Without these a tiny model takes 46 s for its first request and three processes instead of two; see docs/vllm.md.
-    "TORCHDYNAMO_DISABLE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-}
 
 
 class EngineDiedError(RuntimeError):
@@ -146,9 +131,9 @@ class PolicyEngine:
         """
         model = CheckpointReader(config.model)
         on_cpu = not torch.cuda.is_available()
-        _set_environment(config, on_cpu)
+        set_environment(on_cpu, config.cpu_kv_cache_gib)
         # In a thread, so that health checks of this process are answered meanwhile.
-        llm = await asyncio.to_thread(_start_vllm, config, model, on_cpu)
+        llm = await asyncio.to_thread(start_vllm, config, model, on_cpu)
         return cls(llm, config, model)
 
     @property
@@ -215,7 +200,7 @@ class PolicyEngine:
 
     async def generate(
         self, key: AdapterKey, request_id: str, prompt_ids: Sequence[int], sampling: Sampling
-    ) -> AsyncIterator[Delta]:
+    ) -> AsyncGenerator[Delta, None]:
         """Sample `sampling.n` completions of one prompt; closing the iterator aborts them.
 
         max_tokens is cut to what fits into `max_model_len`; the finish reason is then "length".
@@ -333,16 +318,8 @@ def _check_sampling(sampling: Sampling) -> None:
         )
 
 
-def _set_environment(config: EngineConfig, on_cpu: bool) -> None:
-    """vLLM's settings for us; what the user has set stays."""
-    settings = dict(_ALWAYS)
-    if on_cpu:
-        settings |= _ON_CPU | {"VLLM_CPU_KVCACHE_SPACE": str(config.cpu_kv_cache_gib)}
-    for name, value in settings.items():
-        os.environ.setdefault(name, value)
-
-
-def _start_vllm(config: EngineConfig, model: CheckpointReader, on_cpu: bool) -> AsyncLLM:
+def start_vllm(config: EngineConfig, model: CheckpointReader, on_cpu: bool) -> AsyncLLM:
+    """AsyncLLM with our settings; blocks. Without `set_environment` before it the norms are stock, without noise."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 

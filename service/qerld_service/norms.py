@@ -12,7 +12,7 @@ Runs inside vLLM's worker process; loaded by `vllm_plugin`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from qerld_kernels.architectures import architecture_of, noisy_norm_names
@@ -51,22 +51,25 @@ class _SlotNorm(torch.nn.Module):
     def forward_native(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> NormOutput:
         """x and residual [tokens, d] → the norm, and the sum x + residual when there is a residual."""
         if self.noise_table is None or self.slots is None:
-            return cast(NormOutput, super().forward_native(x, residual))  # type: ignore[misc]
+            return super().forward_native(x, residual)  # type: ignore[misc,no-any-return]
         return self._with_noise(x, residual, self.noise_table, self.slots)
 
     def forward_cuda(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> NormOutput:
         """As `forward_native`; without a table vLLM's own kernel."""
         if self.noise_table is None or self.slots is None:
-            return cast(NormOutput, super().forward_cuda(x, residual))  # type: ignore[misc]
+            return super().forward_cuda(x, residual)  # type: ignore[misc,no-any-return]
         return self._with_noise(x, residual, self.noise_table, self.slots)
 
     def _with_noise(
         self, x: torch.Tensor, residual: torch.Tensor | None, table: torch.Tensor, slots: torch.Tensor
     ) -> NormOutput:
-        weight = self.weight.data
+        weight, eps = self.weight.data, self.variance_epsilon
+        result: NormOutput
         if residual is None:
-            return rmsnorm_slots(x, weight, table, slots, self.variance_epsilon, self.unit_offset)
-        return add_rmsnorm_slots(x, residual, weight, table, slots, self.variance_epsilon, self.unit_offset)
+            result = rmsnorm_slots(x, weight, table, slots, eps, self.unit_offset)
+        else:
+            result = add_rmsnorm_slots(x, residual, weight, table, slots, eps, self.unit_offset)
+        return result
 
 
 class SlotRMSNorm(_SlotNorm, RMSNorm):  # type: ignore[misc]

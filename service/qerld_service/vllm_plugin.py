@@ -1,20 +1,54 @@
-"""The `vllm.general_plugins` entry point: vLLM calls `register` in each of its processes."""
+"""The `vllm.general_plugins` entry point: vLLM calls `register` in each of its processes; and vLLM's environment."""
 
 from __future__ import annotations
 
 import os
+import threading
+import time
+from functools import cache
 
-__all__ = ["ENABLED", "register"]
+__all__ = ["PARENT", "register", "set_environment"]
 
-ENABLED = "QERLD_VLLM_PLUGIN"
-"""Environment variable that the policy engine sets: other uses of vLLM on the machine stay stock."""
+PARENT = "QERLD_ENGINE_PARENT"
+"""Environment variable in which the policy engine puts its process id; without it vLLM stays stock."""
 
 
+_ALWAYS = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    # A forked core would inherit gRPC's threads and locks.
+    "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+}
+_ON_CPU = {
+    # Without these a tiny model takes 46 s for its first request and three processes instead of two; see docs/vllm.md.
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
+
+
+def set_environment(on_cpu: bool, cpu_kv_cache_gib: int) -> None:
+    """vLLM's settings for the policy engine, before vLLM is imported; what the user has set stays."""
+    os.environ[PARENT] = str(os.getpid())
+    settings = dict(_ALWAYS)
+    if on_cpu:
+        settings |= _ON_CPU | {"VLLM_CPU_KVCACHE_SPACE": str(cpu_kv_cache_gib)}
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+
+
+@cache
 def register() -> None:
-    """Norms with noise by adapter slot, and on the CPU NVFP4 weights. May be called more than once a process."""
-    global _registered
-    if os.environ.get(ENABLED) != "1" or _registered:
+    """Norms with noise by adapter slot, on the CPU NVFP4 weights, and an engine core that ends with its parent.
+
+    Called more than once a process: by vLLM's plugin loader and by `qerld_service.worker`.
+    """
+    parent = os.environ.get(PARENT)
+    if parent is None:
         return
+    if os.getppid() == int(parent):
+        threading.Thread(target=_end_with, args=(int(parent),), name="qerld-parent", daemon=True).start()
     from vllm.platforms import current_platform
 
     from qerld_service.norms import register_norms
@@ -24,7 +58,10 @@ def register() -> None:
         from qerld_service.nvfp4_scheme import register_nvfp4
 
         register_nvfp4()
-    _registered = True
 
 
-_registered = False
+def _end_with(parent: int) -> None:
+    """vLLM's engine core outlives a killed parent (seen with 0.32) and would hold the accelerator's memory."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)

@@ -6,7 +6,14 @@ from typing import Any
 
 from qerld_kernels.noise import Noise
 
+from qerld_service.vllm_plugin import register
+
 __all__ = ["NoiseWorkerExtension"]
+
+
+# vLLM imports this module in the worker before it loads the model. Its plugin loader has registered by then, unless
+# qerld runs from a source folder that was never installed, or VLLM_PLUGINS leaves it out.
+register()
 
 
 class NoiseWorkerExtension:

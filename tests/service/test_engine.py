@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -333,3 +334,34 @@ async def test_a_killed_engine_ends_every_open_request(tmp_path: Path, adapters:
     with pytest.raises(EngineDiedError):
         await doomed.score(key(1), PROMPT, [1])
     await doomed.stop()
+
+
+_ORPHAN = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from qerld_service.engine import EngineConfig, PolicyEngine
+
+async def main():
+    engine = await PolicyEngine.start(EngineConfig(Path(sys.argv[1]), dtype="float32", max_loras=1, max_model_len=256))
+    print("core", *engine.core_pids, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+async def test_the_engine_core_ends_when_its_parent_is_killed(tiny_model: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "orphan.py").write_text(_ORPHAN)  # a file: multiprocessing's spawn imports it again
+    arguments = [sys.executable, str(tmp_path / "orphan.py"), str(tiny_model[1])]
+    process = await asyncio.create_subprocess_exec(*arguments, stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None
+    lines = (await process.stdout.read()).decode().splitlines()  # ends when the core, which holds the pipe too, ends
+    [core] = [int(line.split()[1]) for line in lines if line.startswith("core")]
+    await process.wait()
+    for _ in range(50):
+        if not os.path.exists(f"/proc/{core}"):  # noqa: ASYNC240
+            return
+        await asyncio.sleep(0.1)
+    pytest.fail(f"engine core {core} is still alive")
