@@ -63,7 +63,7 @@ def gradients(config: TrainerConfig, groups: list[Group], trees_of: str) -> dict
     assert len(trees) == {"tree": 1, "plain": len(batch.sequences)}.get(trees_of, len(trees))
     tally = step.Tally()
     for tree in trees:
-        step._micro_batch(model, config, batch, tree, tally, step._Clock(), learn=True)
+        step.micro_batch(model, config, batch, tree, tally, step.Clock(), learn=True)
     return {name: master.grad.clone() for name, master in masters.items() if master.grad is not None}
 
 

@@ -101,7 +101,7 @@ def train_step(
     Without a group of mixed rewards, and without a KL term, the loss has no gradient: only metrics are computed, the
     optimiser is skipped and the weights stay the parent's. So too when the gradient is not finite (`nonfinite_grad`).
     """
-    clock = _Clock()
+    clock = Clock()
     with clock("pack"):
         batch = make_batch(groups, config.algorithm, model.vocab_size)
         trees = [tree.to(model.device) for tree in pack(batch.sequences, config.token_budget)]
@@ -111,7 +111,7 @@ def train_step(
     for done, tree in enumerate(trees):
         report("train", done, len(trees))
         with torch.set_grad_enabled(learn):
-            _micro_batch(model, config, batch, tree, tally, clock, learn)
+            micro_batch(model, config, batch, tree, tally, clock, learn)
     report("train", len(trees), len(trees))
     with clock("optimizer"):
         grad_norm = _clip(masters, config.optimizer.max_grad_norm) if learn else 0.0
@@ -146,15 +146,16 @@ def token_logprobs(
     return scores
 
 
-def _micro_batch(
+def micro_batch(
     model: BaseModel,
     config: TrainerConfig,
     batch: Batch,
     tree: PrefixTree,
     tally: Tally,
-    clock: _Clock,
+    clock: Clock,
     learn: bool,
 ) -> None:
+    """Add one micro-batch's share of the step's gradient (when `learn`) to the masters, and its results to `tally`."""
     reference = None
     if config.algorithm.kl_coef:
         with clock("reference"), torch.no_grad(), bypassed(model.causal):
@@ -288,7 +289,7 @@ def _check_rollout(group: Group, rollout: Rollout, vocab_size: int) -> None:
         raise BatchError(f"{where}: token ids must be in [0, {vocab_size}), got {low if low < 0 else high}")
 
 
-class _Clock:
+class Clock:
     """Adds up wall-clock seconds by phase."""
 
     def __init__(self) -> None:
