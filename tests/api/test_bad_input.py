@@ -1,0 +1,223 @@
+"""Bad input over the wire: code, field, and a message with limit, value and way out. Nothing is stored."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from qerld.v1 import common_pb2, policy_pb2, reward_pb2, rollout_pb2, run_pb2
+from support.api import Api, failure, import_request, new_id, reward, sample_request, segment, violations
+
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+NOT_FOUND = grpc.StatusCode.NOT_FOUND
+Sampling = common_pb2.Sampling
+
+
+def prompt(**form: Any) -> common_pb2.Prompt:
+    return common_pb2.Prompt(**form)
+
+
+def ids(*values: int) -> common_pb2.Prompt:
+    return prompt(ids=common_pb2.TokenIds(ids=values))
+
+
+def chat(*turns: tuple[str, str]) -> common_pb2.Prompt:
+    messages = [common_pb2.Message(role=role, content=content) for role, content in turns]
+    return prompt(messages=common_pb2.Messages(messages=messages))
+
+
+def with_unknown_field(number: int) -> Sampling:
+    """A Sampling as a newer client would send it: `number` as a varint field that this version does not have."""
+    return Sampling.FromString(Sampling(seed=1).SerializeToString() + bytes([number << 3, 1]))
+
+
+SAMPLE_CASES: list[tuple[dict[str, Any], str, str]] = [
+    ({"request_id": ""}, "request_id", "got 0"),
+    ({"request_id": "x" * 129}, "request_id", "got 129"),
+    ({"run": ""}, "run", "must not be empty"),
+    ({"prompt": prompt()}, "prompt.form", "must not be empty"),
+    ({"prompt": prompt(text="")}, "prompt.text", "must not be empty"),
+    ({"prompt": chat()}, "prompt.messages", "must not be empty"),
+    ({"prompt": ids()}, "prompt.ids", "must not be empty"),
+    ({"prompt": ids(1, 512)}, "prompt.ids.ids[1]", "id 512 is outside the vocabulary 0..511"),
+    ({"prompt": ids(-1)}, "prompt.ids.ids[0]", "id -1"),
+    ({"prompt": ids(*[5] * 512)}, "prompt.ids", "context of 512 tokens, has 512"),
+    ({"prompt": prompt(text="seven " * 600)}, "prompt.text", "context of 512 tokens"),
+    ({"prompt": chat(("tool", "x"))}, "prompt.messages.messages[0].role", "'tool' is not one of"),
+    ({"group_size": 0}, "group_size", "from 2 to 1024, got 0"),
+    ({"group_size": 1}, "group_size", "from 2 to 1024, got 1"),
+    ({"group_size": 2**31}, "group_size", "from 2 to 1024, got 2147483648"),
+    ({"sampling": Sampling(temperature=0)}, "sampling.temperature", "above 0, got 0"),
+    ({"sampling": Sampling(temperature=-1)}, "sampling.temperature", "above 0, got -1"),
+    ({"sampling": Sampling(temperature=math.nan)}, "sampling.temperature", "finite and above 0, got nan"),
+    ({"sampling": Sampling(temperature=math.inf)}, "sampling.temperature", "finite and above 0, got inf"),
+    ({"sampling": Sampling(temperature=0.7)}, "sampling.temperature", "must be the run's 1, at which it trains"),
+    ({"sampling": Sampling(max_tokens=0)}, "sampling.max_tokens", "from 1 to 512, got 0"),
+    ({"sampling": Sampling(max_tokens=513)}, "sampling.max_tokens", "got 513"),
+    ({"sampling": Sampling(seed=2**64 - 1)}, "sampling.seed", "must be at most"),
+    ({"sampling": Sampling(stop_ids=[600])}, "sampling.stop_ids[0]", "id 600"),
+    ({"sampling": Sampling(stop_strings=[""])}, "sampling.stop_strings[0]", "got 0"),
+    ({"sampling": Sampling(stop_strings=["a"] * 65)}, "sampling.stop_strings", "at most 64 entries, got 65"),
+    ({"sampling": with_unknown_field(6)}, "sampling.6", "changes the behaviour distribution"),
+    ({"sampling": with_unknown_field(15)}, "sampling.15", "field number 15 is not known here"),
+    ({"labels": {"": "x"}}, "labels", "keys must have 1 to 63 characters, got 0"),
+    ({"labels": {"k": "x" * 4097}}, "labels[k]", "at most 4096 characters, got 4097"),
+    ({"labels": {str(i): "" for i in range(33)}}, "labels", "at most 32 entries, got 33"),
+    ({"reward_deadline": Duration(seconds=0)}, "reward_deadline", "above 0"),
+    ({"reward_deadline": Duration(seconds=10**9)}, "reward_deadline", "at most 2.592e+06"),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "text"), SAMPLE_CASES, ids=[case[1] + str(i) for i, case in enumerate(SAMPLE_CASES)]
+)
+async def test_sample_refuses(api: Api, shared_run: str, changes: dict[str, Any], field: str, text: str) -> None:
+    error = await failure(api.rollouts.Sample(sample_request(shared_run, **changes), timeout=10))
+    assert error.code() is INVALID
+    assert text in violations(error)[field]
+    groups = await api.rollouts.ListGroups(rollout_pb2.ListGroupsRequest(run=shared_run), timeout=10)
+    assert list(groups.groups) == []
+
+
+async def test_all_problems_come_at_once(api: Api, shared_run: str) -> None:
+    request = sample_request(shared_run, group_size=1, prompt=prompt(), sampling=Sampling(temperature=-1))
+    error = await failure(api.rollouts.Sample(request, timeout=10))
+    assert set(violations(error)) == {"group_size", "prompt.form", "sampling.temperature"}
+
+
+async def test_submit_prompts_names_the_item(api: Api, shared_run: str) -> None:
+    items = [rollout_pb2.PromptItem(prompt=ids(5)), rollout_pb2.PromptItem(prompt=ids(5), group_size=1)]
+    request = rollout_pb2.SubmitPromptsRequest(run=shared_run, request_id=new_id(), prompts=items)
+    error = await failure(api.rollouts.SubmitPrompts(request, timeout=10))
+    assert set(violations(error)) == {"prompts[1].group_size"}
+    empty = rollout_pb2.SubmitPromptsRequest(run=shared_run, request_id=new_id())
+    assert "got 0" in violations(await failure(api.rollouts.SubmitPrompts(empty, timeout=10)))["prompts"]
+
+
+SEGMENTS: list[tuple[dict[str, Any], str, str]] = [
+    ({"tokens": common_pb2.TokenIds(), "logprobs": []}, ".tokens", "must not be empty"),
+    ({"tokens": common_pb2.TokenIds(ids=[999] * 3)}, ".tokens.ids[0]", "id 999"),
+    ({"logprobs": [-1.0]}, ".logprobs", "must have 3 entries (one a token), got 1"),
+    ({"logprobs": [-1.0, math.nan, -1.0]}, ".logprobs[1]", "got nan"),
+    ({"logprobs": [-1.0, 0.5, -1.0]}, ".logprobs[1]", "at most 0, got 0.5"),
+    ({"trainable": False}, ".logprobs", "must have 0 entries"),
+]
+
+
+@pytest.mark.parametrize(("changes", "field", "text"), SEGMENTS)
+async def test_import_refuses_segments(
+    api: Api, shared_run: str, changes: dict[str, Any], field: str, text: str
+) -> None:
+    request = import_request(shared_run)
+    request.trajectories[1].segments[0].CopyFrom(segment(**changes))
+    error = await failure(api.rollouts.ImportTrajectories(iter([request]), timeout=10))
+    assert error.code() is INVALID
+    assert text in violations(error)[f"message[0].trajectories[1].segments[0]{field}"]
+
+
+async def test_import_refuses_shapes_of_groups(api: Api, shared_run: str) -> None:
+    request = import_request(shared_run, size=1)
+    request.trajectories[0].finish_reason = common_pb2.FINISH_REASON_UNSPECIFIED
+    error = await failure(api.rollouts.ImportTrajectories(iter([request]), timeout=10))
+    found = violations(error)
+    assert "2 to 1024 entries, got 1" in found["message[0].trajectories"]
+    assert "must be set" in found["message[0].trajectories[0].finish_reason"]
+
+
+async def test_import_refuses_a_version_that_was_never_made(api: Api, shared_run: str) -> None:
+    request = import_request(shared_run)
+    request.trajectories[0].segments[0].version = 77
+    error = await failure(api.rollouts.ImportTrajectories(iter([request]), timeout=10))
+    assert error.code() in (INVALID, NOT_FOUND)
+    assert "77" in str(error.details())
+
+
+CONFIGS: list[tuple[dict[str, Any], str]] = [
+    ({"group_size": 1}, "config.group_size"),
+    ({"temperature": 0.0}, "config.temperature"),
+    ({"temperature": math.nan}, "config.temperature"),
+    ({"lora": run_pb2.LoraConfig(rank=100_000)}, "config.lora.rank"),
+    ({"optimizer": run_pb2.Optimizer(learning_rate=math.inf)}, "config.optimizer.learning_rate"),
+    ({"optimizer": run_pb2.Optimizer(beta1=1.0)}, "config.optimizer.beta1"),
+    ({"algorithm": run_pb2.Algorithm(clip_low=-0.1)}, "config.algorithm.clip_low"),
+    ({"algorithm": run_pb2.Algorithm(advantage=99)}, "config.algorithm.advantage"),  # type: ignore[arg-type]
+    ({"seed": 2**64 - 1}, "config.seed"),
+    ({"reward_deadline": Duration(seconds=-1)}, "config.reward_deadline"),
+]
+
+
+@pytest.mark.parametrize(("config", "field"), CONFIGS)
+async def test_create_run_refuses(api: Api, config: dict[str, Any], field: str) -> None:
+    request = run_pb2.CreateRunRequest(run="never", request_id=new_id(), config=run_pb2.RunConfig(**config))
+    error = await failure(api.runs.CreateRun(request, timeout=10))
+    assert error.code() is INVALID
+    assert field in violations(error)
+    assert (await failure(api.runs.GetRun(run_pb2.GetRunRequest(run="never")))).code() is NOT_FOUND
+
+
+@pytest.mark.parametrize("name", ["", "Upper", "a b", "ä", "x" * 64, "../x"])
+async def test_create_run_refuses_names(api: Api, name: str) -> None:
+    error = await failure(api.runs.CreateRun(run_pb2.CreateRunRequest(run=name, request_id=new_id()), timeout=10))
+    assert "a-z, 0-9" in violations(error)["run"]
+
+
+async def test_create_run_refuses_an_adapter_of_another_shape(api: Api) -> None:
+    request = run_pb2.CreateRunRequest(run="shape", request_id=new_id(), initial_adapter=b"not safetensors")
+    error = await failure(api.runs.CreateRun(request, timeout=120))
+    assert error.code() is INVALID, error.details()
+    assert (await failure(api.runs.GetRun(run_pb2.GetRunRequest(run="shape")))).code() is NOT_FOUND
+
+
+async def test_unknown_things_are_not_found(api: Api, shared_run: str) -> None:
+    policy = common_pb2.Policy(run=shared_run, version=99)
+    calls = [
+        api.runs.GetRun(run_pb2.GetRunRequest(run="nobody")),
+        api.runs.WatchRun(run_pb2.WatchRunRequest(run="nobody")),
+        api.runs.PauseRun(run_pb2.PauseRunRequest(run="nobody", request_id=new_id())),
+        api.rollouts.Sample(sample_request("nobody")),
+        api.rollouts.GetRollout(rollout_pb2.GetRolloutRequest(rollout_id="nothing")),
+        api.rollouts.ListGroups(rollout_pb2.ListGroupsRequest(run="nobody")),
+        api.rollouts.ImportTrajectories(iter([import_request("nobody")])),
+        api.rewards.GetReceipt(reward_pb2.GetReceiptRequest(rollout_id="nothing")),
+        api.rewards.WatchReceipts(reward_pb2.WatchReceiptsRequest(run="nobody")),
+        api.rewards.SubmitRewards(
+            reward_pb2.SubmitRewardsRequest(run="nobody", request_id=new_id(), outcomes=[reward("x", 1)])
+        ),
+        api.rewards.CheckRewards(reward_pb2.CheckRewardsRequest(run="nobody", outcomes=[reward("x", 1)])),
+        api.policies.GetPolicy(policy_pb2.GetPolicyRequest(run=shared_run, version=99)),
+        api.policies.WatchPolicy(policy_pb2.WatchPolicyRequest(run="nobody")),
+        api.policies.ListVersions(policy_pb2.ListVersionsRequest(run="nobody")),
+        api.policies.DownloadAdapter(policy_pb2.DownloadAdapterRequest(policy=policy)),
+    ]
+    for call in calls:
+        error = await failure(call)
+        assert error.code() is NOT_FOUND, error
+        assert any(name in str(error.details()) for name in ("nobody", "nothing", "99", "x"))
+
+
+async def test_download_refuses_files_and_offsets(api: Api, shared_run: str) -> None:
+    policy = common_pb2.Policy(run=shared_run, version=0)
+    for file in ("../store.sqlite", "state.safetensors"):
+        request = policy_pb2.DownloadAdapterRequest(policy=policy, file=file)
+        assert "must be one of" in violations(await failure(api.policies.DownloadAdapter(request)))["file"]
+    request = policy_pb2.DownloadAdapterRequest(policy=policy, offset=1 << 40)
+    assert "begin at 0" in violations(await failure(api.policies.DownloadAdapter(request)))["offset"]
+
+
+async def test_pages_are_bounded(api: Api, shared_run: str) -> None:
+    request = rollout_pb2.ListGroupsRequest(run=shared_run, page_size=1001)
+    assert "at most 1000, got 1001" in violations(await failure(api.rollouts.ListGroups(request)))["page_size"]
+    request = rollout_pb2.ListGroupsRequest(run=shared_run, page_token="garbage")
+    assert (await failure(api.rollouts.ListGroups(request))).code() is INVALID
+
+
+async def test_sample_without_a_policy_server_says_when_to_retry(api: Api, shared_run: str) -> None:
+    error = await failure(api.rollouts.Sample(sample_request(shared_run), timeout=20))
+    assert error.code() in (
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+    )

@@ -1,0 +1,305 @@
+"""The server itself: what it does not serve, health, reflection, sizes, metrics, attaching, stopping."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import urllib.request
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from qerld.v1 import common_pb2, policy_pb2, replica_pb2, reward_pb2, rollout_pb2, run_pb2
+from qerld_kernels.fingerprint import base_fingerprint, chat_template_fingerprint, tokenizer_fingerprint
+from qerld_learner.api.server import PortError
+from qerld_learner.api.streams import Streams
+from qerld_learner.app import Ports, running_learner
+from qerld_learner.errors import PreconditionError, RetryLaterError
+from qerld_learner.metrics import MAX_RUN_LABELS, LearnerMetrics
+from qerld_learner.settings import LearnerSettings
+from support.api import Api, failure, messages, new_id, retry_seconds, reward, sample_request, violations
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def test_what_is_not_served_says_so(api: Api, shared_run: str) -> None:
+    policy = common_pb2.Policy(run=shared_run)
+    calls: dict[str, Any] = {
+        "RollbackPolicy": api.policies.RollbackPolicy(policy_pb2.RollbackPolicyRequest(run=shared_run)),
+        "PinPolicy": api.policies.PinPolicy(policy_pb2.PinPolicyRequest(policy=policy)),
+        "Evaluate": api.policies.Evaluate(policy_pb2.EvaluateRequest(policy=policy)),
+        "UpdateRun": api.runs.UpdateRun(run_pb2.UpdateRunRequest(run=shared_run)),
+        "CheckpointRun": api.runs.CheckpointRun(run_pb2.CheckpointRunRequest(run=shared_run)),
+        "DeleteRun": api.runs.DeleteRun(run_pb2.DeleteRunRequest(run=shared_run)),
+    }
+    for name, call in calls.items():
+        error = await failure(call)
+        assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert str(error.details()).startswith(f"{name} is not served by this version of qerld; ")
+
+
+async def test_health_by_service(api: Api) -> None:
+    health = health_pb2_grpc.HealthStub(api.channel)
+    for name in ("", "qerld.v1.RunService", "qerld.v1.RewardService", "qerld.v1.PolicyService"):
+        assert (await health.Check(health_pb2.HealthCheckRequest(service=name))).status == SERVING, name
+    # No policy server is attached, so sampling is not possible.
+    sampling = health_pb2.HealthCheckRequest(service="qerld.v1.RolloutService")
+    assert (await health.Check(sampling)).status == NOT_SERVING
+    unknown = health_pb2.HealthCheckRequest(service="nobody")
+    assert (await failure(health.Check(unknown))).code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_reflection_lists_the_services(api: Api) -> None:
+    stub = reflection_pb2_grpc.ServerReflectionStub(api.channel)
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    (response,) = [item async for item in stub.ServerReflectionInfo(messages(request))]
+    names = {service.name for service in response.list_services_response.service}
+    assert {"qerld.v1.RolloutService", "qerld.v1.ReplicaService", "grpc.health.v1.Health"} <= names
+
+
+async def test_large_messages_pass_and_larger_ones_are_refused(ports: Ports, shared_run: str) -> None:
+    options = [("grpc.max_send_message_length", -1)]
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{ports.port}", options) as channel:
+        big = Api(channel)
+        request = sample_request(shared_run, labels={"k": "x" * (20 << 20)})
+        error = await failure(big.rollouts.Sample(request))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT  # it was read, and the label refused
+        assert "labels[k]" in violations(error)
+        request = sample_request(shared_run, labels={"k": "x" * (65 << 20)})
+        assert (await failure(big.rollouts.Sample(request))).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+# Attaching
+
+
+@pytest.fixture(scope="module")
+def hello(tiny_model: tuple[Path, Path]) -> replica_pb2.Hello:
+    folder = tiny_model[1]
+    return replica_pb2.Hello(
+        replica_id="by-hand",
+        endpoint="127.0.0.1:9",
+        base_sha256=base_fingerprint(folder),
+        tokenizer_sha256=tokenizer_fingerprint(folder),
+        chat_template_sha256=chat_template_fingerprint(folder),
+        engine_version="0",
+        slots=1024,
+        max_lora_rank=16,
+        max_model_len=512,
+        dtype="float32",
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("base_sha256", "0" * 64),
+        ("tokenizer_sha256", "0" * 64),
+        ("chat_template_sha256", "0" * 64),
+        ("dtype", "bfloat16"),
+    ],
+)
+async def test_another_model_cannot_attach(api: Api, hello: replica_pb2.Hello, field: str, value: str) -> None:
+    changed = replica_pb2.Hello()
+    changed.CopyFrom(hello)
+    setattr(changed, field, value)
+    error = await failure(api.replicas.Attach(messages(replica_pb2.AttachRequest(hello=changed)), timeout=10))
+    assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert value in str(error.details())
+
+
+async def test_attach_begins_with_hello(api: Api, hello: replica_pb2.Hello) -> None:
+    state = replica_pb2.AttachRequest(state=replica_pb2.ReplicaState())
+    error = await failure(api.replicas.Attach(messages(state), timeout=10))
+    assert "Hello" in violations(error)["hello"]
+    nameless = replica_pb2.AttachRequest(hello=replica_pb2.Hello(endpoint="x"))
+    assert "hello.replica_id" in violations(await failure(api.replicas.Attach(messages(nameless), timeout=10)))
+
+
+async def test_an_attached_server_is_listed_until_it_falls_silent(api: Api, hello: replica_pb2.Hello, run: str) -> None:
+    call = api.replicas.Attach(timeout=60)
+    await call.write(replica_pb2.AttachRequest(hello=hello))
+    desired = (await call.read()).desired
+    assert run in {version.policy.run for version in desired.versions}
+    adapters = [replica_pb2.AdapterState(policy=version.policy, serving=True) for version in desired.versions]
+    state = replica_pb2.ReplicaState(adapters=adapters, generation=desired.generation, reconciled=True)
+    await call.write(replica_pb2.AttachRequest(state=state))
+    (replica,) = await _replicas(api, lambda found: len(found) == 1 and found[0].reconciled)
+    assert (replica.replica_id, replica.slots) == ("by-hand", 1024)
+    assert run in {policy.run for policy in replica.loaded}
+    health = health_pb2_grpc.HealthStub(api.channel)
+    await asyncio.sleep(1.2)
+    sampling = health_pb2.HealthCheckRequest(service="qerld.v1.RolloutService")
+    assert (await health.Check(sampling)).status == SERVING
+    error = await failure(call)  # replica_timeout is 10.5 s here
+    assert error.code() is grpc.StatusCode.UNAVAILABLE
+    assert retry_seconds(error) == 1.0
+    assert await _replicas(api, lambda found: not found) == []
+
+
+async def _replicas(api: Api, wanted: Any) -> list[run_pb2.Replica]:
+    for _ in range(50):
+        found = list((await api.runs.ListReplicas(run_pb2.ListReplicasRequest())).replicas)
+        if wanted(found):
+            return found
+        await asyncio.sleep(0.1)
+    return found
+
+
+# Metrics
+
+
+def scrape(port: int) -> dict[str, float]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as page:
+        text = page.read().decode()
+    found: dict[str, float] = {}
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            name, _, value = line.rpartition(" ")
+            found[name] = float(value)
+    return found
+
+
+def total(found: dict[str, float], name: str, run: str | None = None) -> float:
+    """Sum over label sets of one metric, of one run if given."""
+    label = "" if run is None else f'run="{run}"'
+    return sum(value for key, value in found.items() if re.split(r"[{ ]", key)[0] == name and label in key)
+
+
+async def test_a_trained_step_moves_the_metrics(api: Api, ports: Ports, run: str) -> None:
+    rollout_ids = await api.rollout_ids(run, 6)
+    await api.submit(run, [reward("nowhere", 1.0)])
+    await api.submit(run, [reward(rollout_id, 1.0) for rollout_id in rollout_ids[:2]])  # zero variance
+    await api.submit(run, [reward(rollout_id, float(i % 2)) for i, rollout_id in enumerate(rollout_ids[2:])])
+    await api.rewards.SubmitRewards(
+        reward_pb2.SubmitRewardsRequest(run=run, request_id=new_id(), outcomes=[reward(rollout_ids[0], 1.0)])
+    )
+    watch = api.rewards.WatchReceipts(reward_pb2.WatchReceiptsRequest(run=run, rollout_ids=rollout_ids), timeout=60)
+    async for _ in watch:
+        pass
+    await asyncio.sleep(1.2)  # gauges of the status loop
+    found = await asyncio.to_thread(scrape, ports.metrics_port)
+    assert total(found, "qerld_outcomes_total", run) == 8
+    assert found[f'qerld_outcomes_total{{answer="accepted",run="{run}"}}'] == 6
+    assert found[f'qerld_groups_total{{how="dropped_zero_variance",run="{run}"}}'] == 1
+    assert total(found, "qerld_store_mutations_total") > 0
+    assert total(found, "qerld_store_commit_seconds_count") > 0
+    assert total(found, "qerld_buffer_capacity_groups", run) > 0
+    assert f'qerld_live_version{{run="{run}"}}' in found
+    assert total(found, "qerld_replicas") == 0
+    handled = (
+        'grpc_server_handled_total{grpc_code="OK",grpc_method="SubmitRewards",grpc_service="qerld.v1.RewardService"}'
+    )
+    assert found[handled] >= 4
+    assert total(found, "grpc_server_handling_seconds_count") > 0
+
+
+async def test_codes_are_counted(api: Api, ports: Ports) -> None:
+    def count(code: str, method: str) -> float:
+        name = (
+            f'grpc_server_handled_total{{grpc_code="{code}",grpc_method="{method}",grpc_service="qerld.v1.RunService"}}'
+        )
+        return scrape(ports.metrics_port).get(name, 0.0)
+
+    before = await asyncio.to_thread(count, "NOT_FOUND", "GetRun")
+    await failure(api.runs.GetRun(run_pb2.GetRunRequest(run="nobody")))
+    assert await asyncio.to_thread(count, "NOT_FOUND", "GetRun") == before + 1
+    watch = api.runs.WatchRun(run_pb2.WatchRunRequest(run=await api.new_run()))
+    await asyncio.sleep(0.2)
+    cancelled = await asyncio.to_thread(count, "CANCELLED", "WatchRun")
+    watch.cancel()
+    await asyncio.sleep(0.3)
+    assert await asyncio.to_thread(count, "CANCELLED", "WatchRun") == cancelled + 1
+
+
+def test_run_labels_are_bounded() -> None:
+    metrics = LearnerMetrics()
+    for number in range(MAX_RUN_LABELS + 50):
+        metrics.outcomes_answered(f"run-{number}", "accepted", 1)
+    samples = [sample for family in metrics.registry.collect() for sample in family.samples]
+    runs = {sample.labels["run"] for sample in samples if sample.name == "qerld_outcomes_total"}
+    assert len(runs) == MAX_RUN_LABELS + 1
+    assert "other" in runs
+
+
+# Streams and stopping
+
+
+async def test_outbox_holds_back_fast_tasks_and_frees_them_at_the_end() -> None:
+    box = Streams().outbox()
+    made = 0
+
+    async def fast() -> AsyncIterator[int]:
+        nonlocal made
+        for number in range(1000):
+            made += 1
+            yield number
+
+    box.pump(fast())
+    drained = box.drain()
+    assert await anext(drained) == 0
+    await asyncio.sleep(0.01)
+    assert made < 100
+    await drained.aclose()
+    assert made < 100
+
+
+async def test_a_failed_task_fails_the_stream_after_what_is_queued() -> None:
+    box = Streams().outbox()
+
+    async def broken() -> AsyncIterator[int]:
+        yield 1
+        raise PreconditionError("broken")
+
+    box.pump(broken())
+    drained = box.drain()
+    assert await anext(drained) == 1
+    with pytest.raises(PreconditionError, match="broken"):
+        await anext(drained)
+
+
+async def test_stopping_ends_open_and_later_streams() -> None:
+    streams = Streams()
+    early = streams.outbox()
+    streams.stop()
+    for box in (early, streams.outbox()):
+        with pytest.raises(RetryLaterError):
+            _ = [item async for item in box.drain()]
+
+
+async def test_a_stop_is_graceful(tiny_model: tuple[Path, Path], tmp_path: Path) -> None:
+    """Watchers are told to come back, and the learner starts again with everything it had."""
+    settings = LearnerSettings(
+        model=tiny_model[1], state_dir=tmp_path, port=0, metrics_port=0, device="cpu", dtype="float32", stop_grace=5
+    )
+    async with running_learner(settings) as ports:
+        channel = grpc.aio.insecure_channel(f"127.0.0.1:{ports.port}")
+        api = Api(channel)
+        run = await api.new_run()
+        (group,) = await api.import_groups(run, 1)
+        watch = asyncio.ensure_future(failure(api.runs.WatchRun(run_pb2.WatchRunRequest(run=run))))
+        await asyncio.sleep(0.2)
+    error = await watch
+    assert error.code() is grpc.StatusCode.UNAVAILABLE
+    assert retry_seconds(error) == 1.0
+    await channel.close()
+    async with running_learner(settings) as ports, grpc.aio.insecure_channel(f"127.0.0.1:{ports.port}") as channel:
+        api = Api(channel)
+        request = rollout_pb2.GetRolloutRequest(rollout_id=group.rollout_ids[0])
+        assert (await api.rollouts.GetRollout(request)).rollout.run == run
+
+
+async def test_two_learners_cannot_share_a_folder_or_a_port(
+    ports: Ports, learner_settings: LearnerSettings, tiny_model: tuple[Path, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(PreconditionError):
+        async with running_learner(learner_settings):
+            pass
+    other = LearnerSettings(model=tiny_model[1], state_dir=tmp_path, port=ports.port, metrics_port=0, device="cpu")
+    with pytest.raises(PortError, match="0 takes a free one"):
+        async with running_learner(other):
+            pass
