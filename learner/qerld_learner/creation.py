@@ -20,7 +20,7 @@ from .store import runs
 from .store.requests import answered, once
 from .trainer.client import TrainerDiedError, TrainerFailure
 from .trainer.messages import InitVersion, VersionMade
-from .versions import needed_slots, version_folder
+from .versions import SLOTS_A_RUN, version_folder
 
 
 class RunCreator:
@@ -40,7 +40,7 @@ class RunCreator:
         async with self._lock:
             if await self._shared.store.read(lambda c: self._exists(c, name, request_id, body_hash)):
                 return await self._shared.store.read(lambda c: runs.find_run(c, name)), False
-            await self._check_slots(config)
+            await self._check_slots()
             made = await self._first_version(name, config, initial_adapter)
             return await self._store(name, request_id, body_hash, config, made), True
 
@@ -53,13 +53,13 @@ class RunCreator:
             return False
         raise ConflictError(f"run {name!r} exists already; choose another name, or go on with GetRun")
 
-    async def _check_slots(self, config: RunConfig) -> None:
+    async def _check_slots(self) -> None:
         slots = self._shared.pool.least_slots()
-        needed = await slots_of_all(self._shared) + needed_slots(config)
+        needed = await slots_of_all(self._shared) + SLOTS_A_RUN
         if slots is not None and needed > slots:
             raise RetryLaterError(
-                f"the runs would need {needed} adapter slots, the smallest policy server has {slots};"
-                f" start policy servers with max_loras ≥ {needed}, or wait until a run is completed",
+                f"the runs would need slots for {needed} versions, the smallest policy server has {slots};"
+                " start policy servers with a higher max_loras, or wait until a run is completed",
                 retry_after=60.0,
             )
 
@@ -111,7 +111,7 @@ class RunCreator:
 async def slots_of_all(shared: Shared) -> int:
     """Return how many adapter slots the existing runs need; a completed one only its live version."""
     records = await shared.store.read(runs.all_runs)
-    return sum(1 if run.state is RunState.COMPLETED else needed_slots(run.config) for run in records)
+    return sum(1 if run.state is RunState.COMPLETED else SLOTS_A_RUN for run in records)
 
 
 def _write_adapter(folder: Path, weights: bytes, config: RunConfig) -> None:

@@ -220,19 +220,9 @@ class ReplicaPool:
         """Yield what a server should serve, within its slots, now and at each change."""
         while replica.attached:
             seen = self._desired_changed.count
-            yield DesiredState(self._generation, within_slots(self._versions, replica.hello.slots))
+            # A slot holds a version, with its noise and without.
+            yield DesiredState(self._generation, self._versions[: replica.hello.slots])
             await self._desired_changed.wait(seen)
-
-
-def within_slots(versions: Sequence[DesiredVersion], slots: int) -> tuple[DesiredVersion, ...]:
-    """Return the first versions that fit; one with noise needs a second slot without it, for canary and evaluation."""
-    kept = []
-    for version in versions:
-        slots -= 2 if version.noise.sigma > 0 else 1
-        if slots < 0:
-            break
-        kept.append(version)
-    return tuple(kept)
 
 
 class ReplicaSession:
@@ -264,7 +254,7 @@ def check_hello(hello: ReplicaHello, expected: Sequence[tuple[str, str, str]], l
         f"{field} is {theirs!r}, the learner has {ours!r}" for field, theirs, ours in expected if theirs != ours
     ]
     if hello.slots < least_slots:
-        problems.append(f"slots is {hello.slots}, the runs need {least_slots}; raise max_loras")
+        problems.append(f"slots is {hello.slots}, the runs need {least_slots} (two versions each); raise max_loras")
     if hello.max_lora_rank < rank:
         problems.append(f"max_lora_rank is {hello.max_lora_rank}, a run has rank {rank}; raise max_lora_rank")
     if problems:

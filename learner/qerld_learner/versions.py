@@ -9,13 +9,15 @@ from collections.abc import Collection, Sequence
 from sqlalchemy import Connection
 
 from .groups import lag
-from .records import DesiredVersion, RunConfig, VersionRecord, VersionState
+from .records import DesiredVersion, VersionRecord, VersionState
 from .shared import Shared
 from .store import runs
 from .store.rollouts import sampling_versions
 from .store.steps import referenced_folders
 
 VERSIONS_FOLDER = "versions"
+# A run needs its live version and the one that is about to be; a slot holds a version with its noise and without.
+SLOTS_A_RUN = 2
 _RISING = (VersionState.STAGED, VersionState.CANARY)
 
 
@@ -34,11 +36,6 @@ def desired_of_run(versions: Sequence[VersionRecord], open_versions: Collection[
         DesiredVersion(v.run, v.version, v.adapter_sha256, v.noise, v.state is VersionState.LIVE)
         for v in (*live, *rising, *older)
     ]
-
-
-def needed_slots(config: RunConfig) -> int:
-    """Return the adapter slots that a run needs: live and staged, each also without noise when there is noise."""
-    return 2 if config.noise_schedule == "none" else 4
 
 
 def collectable(versions: Sequence[tuple[VersionRecord, str]], keep: int, max_lag: int) -> list[VersionRecord]:
