@@ -47,7 +47,8 @@ CONTRACT: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
         "EngineArgs": dict.fromkeys(
             ("model", "dtype", "seed", "max_model_len", "max_num_seqs", "gpu_memory_utilization",
              "tensor_parallel_size", "enforce_eager", "distributed_executor_backend", "enable_lora", "max_loras",
-             "max_cpu_loras", "max_lora_rank", "worker_extension_cls", "enable_prefix_caching", "generation_config",
+             "max_cpu_loras", "max_lora_rank",
+                "lora_target_modules", "worker_extension_cls", "enable_prefix_caching", "generation_config",
              "logprobs_mode"), ()
         ),
     },

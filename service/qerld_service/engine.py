@@ -342,6 +342,9 @@ def start_vllm(config: EngineConfig, model: CheckpointReader, on_cpu: bool) -> A
         max_loras=config.max_loras,
         max_cpu_loras=config.max_cpu_loras or config.max_loras + 2,
         max_lora_rank=next(rank for rank in _RANKS if rank >= config.max_lora_rank),
+        # Without lm_head: vLLM's LoRA on the logits takes scored prompts for sampled tokens, and two of them at once
+        # kill the engine (0.32 on the CPU). Adapters never have it.
+        lora_target_modules=list(model.architecture.target_modules),
         worker_extension_cls="qerld_service.worker.NoiseWorkerExtension",
         enable_prefix_caching=True,
         generation_config="vllm",  # the model's own sampling defaults would change the behaviour distribution

@@ -310,6 +310,18 @@ async def test_nvfp4_logprobs_equal_those_of_transformers(
     torch.testing.assert_close(torch.tensor(scored), expected, atol=1e-4, rtol=0)
 
 
+async def test_scoring_many_at_once_beside_sampling(fresh: PolicyEngine, adapters: list[Path]) -> None:
+    await fresh.load(key(1), adapters[0], NOISE)
+    await fresh.load(key(2), adapters[1], None)
+    sampling = asyncio.create_task(collect(fresh, key(1), "beside", replace(SAMPLING, max_tokens=60)))
+    completions = [[(7 * i + j) % 500 for j in range(9 + i)] for i in range(8)]
+    together = await asyncio.gather(*(fresh.score(key(1 + i % 2), PROMPT, ids) for i, ids in enumerate(completions)))
+    await sampling
+    for i, ids in enumerate(completions):
+        alone = await fresh.score(key(1 + i % 2), PROMPT, ids)
+        torch.testing.assert_close(torch.tensor(together[i]), torch.tensor(alone), atol=1e-5, rtol=0)
+
+
 async def test_logprobs_are_after_temperature(fresh: PolicyEngine, adapters: list[Path]) -> None:
     await fresh.load(key(1), adapters[0], None)
     [(ids, hot, _)] = await collect(fresh, key(1), "hot", replace(SAMPLING, n=1, temperature=0.5))
