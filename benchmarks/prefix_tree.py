@@ -3,9 +3,10 @@
     OMP_NUM_THREADS=1 python benchmarks/prefix_tree.py --base FOLDER [--groups 1] [--repeats 5]
 
 FOLDER is an NVFP4 checkpoint (the quickstart's cache holds SmolLM2-135M). Prompts are random ids of 160 tokens,
-completions 12 different random ids each, so that nothing but the prompt is shared; with several groups the first 150 prompt
-tokens (system prompt and shots) are common. Both ways run in turn; medians, their ratio and the largest gradient difference are
-printed and written to benchmarks/results/prefix-tree-cpu.json. What is timed is forward and backward of a whole step.
+completions 12 different random ids each, so that nothing but the prompt is shared; with several groups the first 150
+prompt tokens (system prompt and shots) are common. Both ways run in turn; medians, their ratio and the largest gradient
+difference are printed and written to benchmarks/results/prefix-tree-cpu.json. What is timed is forward and backward of
+a whole step.
 """
 
 from __future__ import annotations
@@ -114,7 +115,12 @@ def main() -> None:
         "command": f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', '')} python benchmarks/prefix_tree.py "
         f"--base {Path(arguments.base).name} --groups {arguments.groups} --repeats {arguments.repeats}",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": {"cpu": cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads()},
+        "machine": {
+            "cpu": cpu_name(),
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "load": os.getloadavg(),
+        },
         "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
         "setting": {"prompt": PROMPT, "shared": SHARED, "completion": COMPLETION, "group_size": GROUP_SIZE},
     }
