@@ -1,0 +1,224 @@
+"""The whole loop in process: real gRPC both ways, real vLLM, real trainer; nothing is faked."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from qerld_learner.api.server import running_server
+from qerld_learner.core import Learner
+from qerld_learner.records import (
+    GroupOpened,
+    ReceiptState,
+    RolloutFinished,
+    RolloutRecord,
+    RunState,
+    StepReport,
+    TokenDelta,
+    VersionState,
+)
+from qerld_learner.settings import LearnerSettings
+from qerld_service.engine import PolicyEngine
+from qerld_service.policy import running_policy
+from qerld_service.settings import PolicySettings
+
+from .conftest import new_id, new_run, options_for, prompt, reward
+
+pytestmark = pytest.mark.engine
+
+
+@dataclass
+class Loop:
+    """A learner that serves, and what a policy server needs to attach to it."""
+
+    learner: Learner
+    port: int
+    model: Path
+    engine: PolicyEngine
+    folder: Path
+    servers: int = 0
+
+    @asynccontextmanager
+    async def policy(self) -> AsyncIterator[None]:
+        """A policy server on the shared engine, attached."""
+        self.servers += 1
+        settings = PolicySettings(
+            model=self.model,
+            learner=f"127.0.0.1:{self.port}",
+            port=0,
+            openai_port=0,
+            metrics_port=0,
+            cache_dir=self.folder / f"cache-{self.servers}",
+            dtype="float32",
+            max_loras=6,
+            max_lora_rank=8,
+            max_model_len=256,
+            report_seconds=0.5,
+            reconnect_seconds=0.2,
+            drain_seconds=1,
+        )
+        async with running_policy(settings, self.engine):
+            async with asyncio.timeout(30):
+                while not self.learner.replicas():
+                    await asyncio.sleep(0.05)
+            yield
+
+
+@pytest.fixture
+async def loop(engine: PolicyEngine, tiny_model: tuple[Path, Path], tmp_path: Path) -> AsyncIterator[Loop]:
+    learner = await Learner.open(options_for(tmp_path / "state", tiny_model[1], admission_timeout=20.0))
+    settings = LearnerSettings(model=tiny_model[1], port=0, metrics_port=0)
+    async with running_server(learner, settings) as port:
+        yield Loop(learner, port, tiny_model[1], engine, tmp_path)
+    await learner.close()
+
+
+async def sample(learner: Learner, run: str, request_id: str | None = None) -> list[RolloutRecord]:
+    events = learner.sample(run, request_id or new_id(), "hash", prompt())
+    return [event.rollout async for event in events if isinstance(event, RolloutFinished)]
+
+
+async def train(learner: Learner, run: str, steps: int) -> list[StepReport]:
+    """Sample and reward until `steps` reports have come; the reward is the share of even tokens."""
+
+    async def feed() -> None:
+        while True:
+            rollouts = await sample(learner, run)
+            outcomes = [reward(r.rollout_id, sum(t % 2 == 0 for t in r.completion_ids)) for r in rollouts]
+            await learner.submit_outcomes(run, new_id(), "hash", outcomes)
+
+    reports: list[StepReport] = []
+    feeder = asyncio.create_task(feed())
+    try:
+        async with asyncio.timeout(120):
+            async for report in learner.watch_reports(run, 0):
+                reports.append(report)
+                if len(reports) == steps:
+                    return reports
+    finally:
+        feeder.cancel()
+    raise AssertionError("the stream of reports ended")
+
+
+async def test_versions_go_live_and_every_token_knows_its_version(loop: Loop) -> None:
+    learner = loop.learner
+    noise = {"noise_schedule": "exponential", "sigma_start": 0.05, "sigma_end": 0.01, "noise_stages": 3}
+    run = await new_run(learner, **noise, schedule_steps=3, max_steps=3)
+    async with loop.policy():
+        reports = await train(learner, run, 3)
+    assert [(report.step, report.version) for report in reports] == [(1, 1), (2, 2), (3, 3)]
+    assert [report.metrics["sigma"] for report in reports] == [0.0, 0.05, pytest.approx(0.01)]
+    assert all(report.metrics["policy_gap"] < 1e-3 for report in reports)
+    assert all(report.metrics["lag_max"] <= 2 for report in reports)
+    record = await learner.get_run(run)
+    assert (record.state, record.live_version) == (RunState.COMPLETED, 3)
+    versions, _ = await learner.list_versions(run, 0, "")
+    assert [v.state for v in versions] == [VersionState.LIVE, *[VersionState.RETIRED] * 3]
+    trained = [group for group in (await learner.list_groups(run, None, 0, ""))[0] if group.state == "trained"]
+    assert len(trained) == 6
+    for group in trained:
+        for rollout_id in group.rollout_ids:
+            rollout = await learner.get_rollout(rollout_id)
+            assert rollout.spans[0].begin == 0
+            assert rollout.spans[-1].end == len(rollout.completion_ids) == len(rollout.logprobs)
+            noise_of_version = {v.version: v.noise for v in versions}[rollout.spans[0].version]
+            assert rollout.spans[0].noise.sigma == pytest.approx(noise_of_version.sigma)
+
+
+async def test_sample_streams_replays_and_needs_no_client(loop: Loop) -> None:
+    learner = loop.learner
+    run = await new_run(learner)
+    async with loop.policy():
+        request_id = new_id()
+        events = learner.sample(run, request_id, "hash", prompt())
+        opened = await anext(events)
+        assert isinstance(opened, GroupOpened)
+        await events.aclose()  # type: ignore[attr-defined]
+        again = [event async for event in learner.sample(run, request_id, "hash", prompt())]
+        assert again[0] == opened
+        finished = {e.rollout.index: e.rollout for e in again if isinstance(e, RolloutFinished)}
+        assert sorted(finished) == [0, 1, 2, 3]
+        for index, rollout in finished.items():
+            deltas = [e for e in again if isinstance(e, TokenDelta) and e.index == index]
+            shown = tuple(token for delta in deltas for token in delta.ids)
+            assert shown in ((), rollout.completion_ids)
+        stored = [event async for event in learner.sample(run, request_id, "hash", prompt())]
+        assert [e.rollout for e in stored if isinstance(e, RolloutFinished)] == [finished[i] for i in range(4)]
+
+
+async def test_rollouts_wait_for_a_server_and_go_on_with_the_next_one(loop: Loop) -> None:
+    learner = loop.learner
+    run = await new_run(learner, max_tokens=200)
+    long = prompt(max_tokens=200)
+    waiting = asyncio.create_task(_all(learner, run, long))
+    await asyncio.sleep(0.3)
+    (status,) = await learner.statuses()
+    assert "policy server" in status.waiting_for
+    async with loop.policy():
+        async with asyncio.timeout(30):
+            while not any(info.in_flight for info in learner.replicas()):
+                await asyncio.sleep(0.01)
+        # The server leaves in the middle of the rollouts: its drain of a second is too short for them, or just enough.
+    async with loop.policy():
+        rollouts = await asyncio.wait_for(waiting, 60)
+    assert [len(r.completion_ids) > 0 for r in rollouts] == [True] * 4
+    assert all(r.finish_reason is not None for r in rollouts)
+
+
+async def _all(learner: Learner, run: str, wanted: object) -> list[RolloutRecord]:
+    events = learner.sample(run, new_id(), "hash", wanted)  # type: ignore[arg-type]
+    return [event.rollout async for event in events if isinstance(event, RolloutFinished)]
+
+
+async def test_a_killed_trainer_costs_nothing(loop: Loop) -> None:
+    learner = loop.learner
+    run = await new_run(learner, max_steps=2)
+
+    async def kill() -> int:
+        kills = 0
+        while kills < 2:
+            groups, _ = await learner.list_groups(run, None, 0, "")
+            if learner.trainer_pid and any(group.state == "batched" for group in groups):
+                os.kill(learner.trainer_pid, signal.SIGKILL)
+                kills += 1
+                await asyncio.sleep(1.0)
+            await asyncio.sleep(0.005)
+        return kills
+
+    async with loop.policy():
+        killer = asyncio.create_task(kill())
+        reports = await train(learner, run, 2)
+        killer.cancel()
+    assert [report.step for report in reports] == [1, 2]
+    counts = [group.state for group in (await learner.list_groups(run, None, 0, ""))[0]]
+    assert counts.count("trained") == 4
+
+
+async def test_a_version_beyond_the_canary_goes_back(loop: Loop) -> None:
+    """No version can be better than a tolerance of zero: each is reverted, and the second time in a row pauses."""
+    learner = loop.learner
+    run = await new_run(learner, canary_tolerance=0.0, max_lag=3)
+    async with loop.policy():
+        (report,) = await train(learner, run, 1)
+        assert report.metrics["reverted"] == 1.0
+        async with asyncio.timeout(60):
+            while (await learner.get_run(run)).state is not RunState.PAUSED:
+                await asyncio.sleep(0.05)
+    versions, _ = await learner.list_versions(run, 0, "")
+    first = next(v for v in versions if v.version == 1)
+    again = next(v for v in versions if v.version == 2)
+    assert first.state is VersionState.REVERTED
+    assert (again.parent, again.step) == (0, 0)
+    live = await learner.get_version(run)
+    assert live.version == 0
+    assert again.adapter_sha256 == live.adapter_sha256
+    reverted = [g for g in (await learner.list_groups(run, None, 0, ""))[0] if g.state == "reverted"]
+    assert len(reverted) == 2
+    receipt = await learner.receipt(reverted[0].rollout_ids[0])
+    assert receipt.state is ReceiptState.REVERTED
