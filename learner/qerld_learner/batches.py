@@ -79,6 +79,7 @@ def report_metrics(
     return {
         "tokens": tokens,
         **trained,
+        "mismatch_kl": trained["mismatch_kl_k3"],
         "rollouts": float(len(rollouts)),
         "groups": float(len(data.groups)),
         "truncated_share": truncated / len(rollouts),

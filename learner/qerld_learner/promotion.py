@@ -61,7 +61,7 @@ class Promotion:
         verdict = await self._canary(run, staged, folder, probes, ready)
         self._shared.observer.canary_scored(self._run, verdict.gap, verdict.passed)
         extra = {
-            "policy_gap": verdict.gap,
+            "logprob_gap": verdict.gap,
             "swap_seconds": max((r.load_seconds(self._run, staged.version) for r in ready), default=0.0),
             "promote_wait_seconds": loaded - begun,
         }

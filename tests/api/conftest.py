@@ -15,7 +15,7 @@ from support.api import Api
 
 @pytest.fixture(scope="session")
 def learner_settings(tiny_model: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> LearnerSettings:
-    return LearnerSettings(
+    settings = LearnerSettings(
         model=tiny_model[1],
         state_dir=tmp_path_factory.mktemp("learner"),
         port=0,
@@ -25,9 +25,9 @@ def learner_settings(tiny_model: tuple[Path, Path], tmp_path_factory: pytest.Tem
         dtype="float32",
         trainer_threads=1,
         admission_timeout=0.3,
-        replica_timeout=10.5,
         stop_grace=0.2,
     )
+    return settings.model_copy(update={"replica_timeout": 2.5})  # real servers need more, and settings insist
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from qerld.v1 import common_pb2, policy_pb2, reward_pb2, rollout_pb2, run_pb2
-from support.api import Api, failure, import_request, new_id, reward, sample_request, segment, violations
+from support.api import Api, failure, import_request, new_id, retry_seconds, reward, sample_request, segment, violations
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 NOT_FOUND = grpc.StatusCode.NOT_FOUND
@@ -214,10 +214,19 @@ async def test_pages_are_bounded(api: Api, shared_run: str) -> None:
     assert (await failure(api.rollouts.ListGroups(request))).code() is INVALID
 
 
-async def test_sample_without_a_policy_server_says_when_to_retry(api: Api, shared_run: str) -> None:
-    error = await failure(api.rollouts.Sample(sample_request(shared_run), timeout=20))
-    assert error.code() in (
-        grpc.StatusCode.UNAVAILABLE,
-        grpc.StatusCode.RESOURCE_EXHAUSTED,
-        grpc.StatusCode.DEADLINE_EXCEEDED,
-    )
+async def test_a_full_buffer_says_when_to_retry(api: Api, run: str) -> None:
+    """Without a policy server nothing leaves the buffer: what was admitted stays, the next one is told to wait."""
+    calls = [api.rollouts.Sample(sample_request(run), timeout=20) for _ in range(64)]
+    opened, refused = 0, []
+    for call in calls:
+        try:
+            opened += (await call.read()).HasField("opened")
+        except grpc.aio.AioRpcError as error:
+            refused.append(error)
+        call.cancel()
+    assert opened > 0
+    assert {error.code() for error in refused} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+    assert all(retry_seconds(error) == 2.0 for error in refused)
+    # The clients are gone, their groups are not.
+    groups = (await api.rollouts.ListGroups(rollout_pb2.ListGroupsRequest(run=run))).groups
+    assert len(groups) == opened
