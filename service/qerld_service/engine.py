@@ -328,6 +328,12 @@ def start_vllm(config: EngineConfig, model: CheckpointReader, on_cpu: bool) -> A
     limit = config.max_model_len + 1 if config.max_model_len is not None else None
     if limit is not None and isinstance(positions, int):
         limit = min(limit, positions)
+    # A seeded request whose prompt is split makes vLLM rewind its generator, which the CPU's cannot: the engine dies.
+    whole_prompts: dict[str, Any] = (
+        {"enable_chunked_prefill": False, "max_num_batched_tokens": max(2048, limit or positions or 0)}
+        if on_cpu
+        else {}
+    )
     args = AsyncEngineArgs(
         model=str(config.model),
         dtype=dtype,
@@ -347,6 +353,7 @@ def start_vllm(config: EngineConfig, model: CheckpointReader, on_cpu: bool) -> A
         lora_target_modules=list(model.architecture.target_modules),
         worker_extension_cls="qerld_service.worker.NoiseWorkerExtension",
         enable_prefix_caching=True,
+        **whole_prompts,
         generation_config="vllm",  # the model's own sampling defaults would change the behaviour distribution
         logprobs_mode="processed_logprobs",  # the raw ones ignore temperature
     )
