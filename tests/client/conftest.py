@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,13 +26,12 @@ class Target:
     metrics_port: int
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def learner_target(
-    tiny_model: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Target]:
+@asynccontextmanager
+async def serving_learner(model: Path, folder: Path) -> AsyncIterator[Target]:
+    """A learner in process, with its own store and trainer."""
     settings = LearnerSettings(
-        model=tiny_model[1],
-        state_dir=tmp_path_factory.mktemp("client-learner"),
+        model=model,
+        state_dir=folder,
         port=0,
         metrics_port=0,
         device="cpu",
@@ -43,34 +43,41 @@ async def learner_target(
         yield Target(f"127.0.0.1:{ports.port}", ports.metrics_port)
 
 
+@asynccontextmanager
+async def loop_of(engine: PolicyEngine, model: Path, folder: Path) -> AsyncIterator[Target]:
+    """A learner of its own with a policy server on the session's engine: 6 slots are 3 versions, so few runs."""
+    from qerld_service.policy import running_policy
+    from qerld_service.settings import PolicySettings
+
+    async with serving_learner(model, folder / "learner") as target:
+        settings = PolicySettings(
+            model=model,
+            learner=target.address,
+            port=0,
+            openai_port=0,
+            metrics_port=0,
+            cache_dir=folder / "policy",
+            dtype="float32",
+            max_loras=6,
+            max_lora_rank=8,
+            max_model_len=256,
+            report_seconds=0.5,
+            reconnect_seconds=0.2,
+            drain_seconds=1,
+        )
+        async with running_policy(settings, engine):
+            yield target
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def learner_target(
+    tiny_model: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Target]:
+    async with serving_learner(tiny_model[1], tmp_path_factory.mktemp("client-learner")) as target:
+        yield target
+
+
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def client(learner_target: Target) -> AsyncIterator[AsyncClient]:
     async with AsyncClient(learner_target.address) as opened:
         yield opened
-
-
-@pytest_asyncio.fixture(loop_scope="session")
-async def policy_server(
-    engine: PolicyEngine, tiny_model: tuple[Path, Path], learner_target: Target, tmp_path: Path
-) -> AsyncIterator[None]:
-    """A policy server on the session's engine, attached for one test."""
-    from qerld_service.policy import running_policy
-    from qerld_service.settings import PolicySettings
-
-    settings = PolicySettings(
-        model=tiny_model[1],
-        learner=learner_target.address,
-        port=0,
-        openai_port=0,
-        metrics_port=0,
-        cache_dir=tmp_path,
-        dtype="float32",
-        max_loras=6,
-        max_lora_rank=8,
-        max_model_len=256,
-        report_seconds=0.5,
-        reconnect_seconds=0.2,
-        drain_seconds=1,
-    )
-    async with running_policy(settings, engine):
-        yield

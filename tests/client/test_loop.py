@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import urllib.request
-import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+import pytest_asyncio
 from qerld_client import (
     AdaptiveNoise,
     AsyncClient,
@@ -21,7 +24,10 @@ from qerld_client import (
 )
 from qerld_learner.metrics import STEP_GAUGES
 
-from .conftest import Target
+from .conftest import Target, loop_of
+
+if TYPE_CHECKING:
+    from qerld_service.engine import PolicyEngine
 
 pytestmark = pytest.mark.engine
 STEPS = 3
@@ -50,17 +56,35 @@ def tasks() -> list[Task]:
     return [Task([{"role": "user", "content": f"question {i}"}], {"number": str(i)}) for i in range(200)]
 
 
-async def test_the_async_loop_trains_and_moves_every_metric(
-    client: AsyncClient, policy_server: None, learner_target: Target
-) -> None:
-    run = f"loop-{uuid.uuid4().hex[:8]}"
-    await client.create_run(run, config())
-    async with asyncio.timeout(120):
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def trained(
+    engine: PolicyEngine, tiny_model: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Target]:
+    """A service whose runs train to their end."""
+    async with loop_of(engine, tiny_model[1], tmp_path_factory.mktemp("trained")) as target:
+        yield target
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def sampled(
+    engine: PolicyEngine, tiny_model: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[AsyncClient]:
+    """A client of a service with one open run, "open"."""
+    folder = tmp_path_factory.mktemp("sampled")
+    async with loop_of(engine, tiny_model[1], folder) as target, AsyncClient(target.address) as client:
+        await client.create_run("open", config())
+        yield client
+
+
+async def test_the_async_loop_trains_and_moves_every_metric(trained: Target) -> None:
+    run = "asyncio"
+    async with AsyncClient(trained.address) as client, asyncio.timeout(120):
+        await client.create_run(run, config())
         reports = [report async for report in client.train(run, tasks(), reward, concurrency=4)]
     assert [report.step for report in reports] == [1, 2, 3]
     assert reports[-1].state == RunState.RUN_STATE_COMPLETED
     assert all(report.metrics["logprob_gap"] < 1e-3 for report in reports)
-    page = await asyncio.to_thread(_scrape, learner_target.metrics_port)
+    page = await asyncio.to_thread(_scrape, trained.metrics_port)
     for name in STEP_GAUGES:
         assert f'qerld_{name}{{run="{run}"}}' in page, name
     assert page[f'qerld_steps_total{{run="{run}"}}'] == STEPS
@@ -82,21 +106,17 @@ def _scrape(port: int) -> dict[str, float]:
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
 
 
-async def test_the_sync_loop_trains(client: AsyncClient, policy_server: None, learner_target: Target) -> None:
-    run = f"loop-{uuid.uuid4().hex[:8]}"
-
+async def test_the_sync_loop_trains(trained: Target) -> None:
     def loop() -> list[int]:
-        with Client(learner_target.address) as sync:
-            sync.create_run(run, config())
-            return [report.step for report in sync.train(run, tasks(), reward, concurrency=3)]
+        with Client(trained.address) as sync:
+            sync.create_run("threads", config())
+            return [report.step for report in sync.train("threads", tasks(), reward, concurrency=3)]
 
     async with asyncio.timeout(120):
         assert await asyncio.to_thread(loop) == [1, 2, 3]
 
 
-async def test_the_loop_ends_with_its_tasks(client: AsyncClient, policy_server: None) -> None:
-    run = f"loop-{uuid.uuid4().hex[:8]}"
-    await client.create_run(run, config())
+async def test_the_loop_ends_with_its_tasks(sampled: AsyncClient) -> None:
     seen: list[str] = []
 
     def broken(rollout: Rollout) -> float:
@@ -104,16 +124,14 @@ async def test_the_loop_ends_with_its_tasks(client: AsyncClient, policy_server: 
         raise ValueError("no scorer")
 
     async with asyncio.timeout(60):
-        assert [report async for report in client.train(run, tasks()[:3], broken)] == []
+        assert [report async for report in sampled.train("open", tasks()[:3], broken)] == []
     assert sorted(seen) == sorted(["0", "1", "2"] * 4)
 
 
-async def test_deltas_add_up_to_the_finished_rollout(client: AsyncClient, policy_server: None) -> None:
-    run = f"loop-{uuid.uuid4().hex[:8]}"
-    await client.create_run(run, config())
+async def test_deltas_add_up_to_the_finished_rollout(sampled: AsyncClient) -> None:
     grown: dict[str, list[int]] = {}
     finished: dict[str, Rollout] = {}
-    async for event in client.sample_stream(run, "hello", labels={"a": "b"}):
+    async for event in sampled.sample_stream("open", "hello", labels={"a": "b"}, timeout=30):
         if event.HasField("delta"):
             ids = grown.setdefault(event.delta.rollout_id, [])
             ids[event.delta.begin :] = list(event.delta.tokens.ids)
@@ -123,13 +141,11 @@ async def test_deltas_add_up_to_the_finished_rollout(client: AsyncClient, policy
     assert {key: list(rollout.completion.ids) for key, rollout in finished.items()} == grown
 
 
-async def test_a_client_that_vanishes_loses_nothing(client: AsyncClient, policy_server: None) -> None:
-    run = f"loop-{uuid.uuid4().hex[:8]}"
-    await client.create_run(run, config())
-    events = client.sample_stream(run, "hello")
+async def test_a_client_that_vanishes_loses_nothing(sampled: AsyncClient) -> None:
+    events = sampled.sample_stream("open", "hello", timeout=30)
     opened = (await anext(events)).opened
     await events.aclose()  # type: ignore[attr-defined]
     async with asyncio.timeout(20):
         for rollout_id in opened.rollout_ids:
-            while not (await client.get_rollout(rollout_id)).completion.ids:  # noqa: ASYNC110 - over the wire
+            while not (await sampled.get_rollout(rollout_id)).completion.ids:  # noqa: ASYNC110 - over the wire
                 await asyncio.sleep(0.05)
