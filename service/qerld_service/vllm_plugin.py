@@ -18,7 +18,7 @@ _ALWAYS = {
     "VLLM_DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
     # A forked core would inherit gRPC's threads and locks.
-    "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
 _ON_CPU = {
     # Without these a tiny model takes 46 s for its first request and three processes instead of two; see docs/vllm.md.
