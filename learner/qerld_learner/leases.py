@@ -81,9 +81,10 @@ class LeaseBoard:
             self._watch_expiry()
 
     def _watch_expiry(self) -> None:
-        if self._timer is None:
-            first = min(end for _queue, end in self._taken.values())
-            self._timer = asyncio.get_running_loop().call_later(max(0.0, first - time.time()), self._expire)
+        if self._timer is not None:
+            self._timer.cancel()
+        first = min(end for _queue, end in self._taken.values())
+        self._timer = asyncio.get_running_loop().call_later(max(0.0, first - time.time()), self._expire)
 
     def _expire(self) -> None:
         self._timer = None

@@ -21,7 +21,7 @@ from .run_options import noise_of, trainer_config
 from .shared import Shared
 from .store import rewards, runs, steps
 from .store.rewards import Closed
-from .store.rollouts import group_rollouts
+from .store.rollouts import group_rollouts, newest_sampled_groups
 from .store.steps import Batch, FencedError, Trained
 from .trainer.client import TrainerDiedError, TrainerFailure
 from .trainer.messages import StepResult, TrainStep
@@ -161,28 +161,29 @@ class RunLoop:
             self._shared.observer.group_closed(self._run, "trained")
 
     async def _promote(self, staged: VersionRecord) -> None:
-        folder, probes = await self._shared.store.read(lambda connection: self._probes(connection, staged))
+        folder, trained, probes = await self._shared.store.read(lambda connection: self._probes(connection, staged))
         try:
             live = await self._promotion.promote(staged, self._shared.options.state_dir / folder, probes)
         except (TrainerFailure, TrainerDiedError) as error:
             await self._pause(f"the canary of version {staged.version} failed in the trainer: {error}")
             await asyncio.sleep(FAULT_BACKOFF_SECONDS)
             return
-        self._rollbacks = 0 if live else self._rollbacks + 1
+        if trained:
+            self._rollbacks = 0 if live else self._rollbacks + 1
         if self._rollbacks >= MOST_ROLLBACKS:
             self._rollbacks = 0
             await self._pause(f"{MOST_ROLLBACKS} versions in a row were rolled back by the canary; see the log")
         run = await self._shared.store.read(lambda connection: runs.find_run(connection, self._run))
         await collect_versions(self._shared, self._run, run.config.max_lag)
 
-    def _probes(self, connection: Connection, staged: VersionRecord) -> tuple[str, list[RolloutRecord]]:
-        """Return the version's folder and rollouts to score: of its batch, or for a rollback of its ancestor's."""
+    def _probes(self, connection: Connection, staged: VersionRecord) -> tuple[str, bool, list[RolloutRecord]]:
+        """Return the version's folder, whether a step made it, and rollouts to score: of its batch or the newest."""
         _record, folder = runs.find_version(connection, self._run, staged.version)
-        ids = steps.batch_groups(connection, self._run, staged.version)
-        if not ids:
-            ids = steps.batch_groups(connection, self._run, staged.parent)
+        batch = steps.batch_groups(connection, self._run, staged.version)
+        count = self._shared.options.canary_probes
+        ids = batch or newest_sampled_groups(connection, self._run, count)
         groups = [[r for r in group_rollouts(connection, i) if r.completion_ids] for i in ids]
-        return folder, batches.probes(groups, self._shared.options.canary_probes)
+        return folder, bool(batch), batches.probes(groups, count)
 
     async def _pause(self, reason: str) -> None:
         _log.error("run %s is paused: %s", self._run, reason)

@@ -19,7 +19,7 @@ import grpc
 from sqlalchemy import Connection
 
 from .records import RolloutRecord, RunRecord, RunState, StepReport, VersionRecord, VersionState
-from .replicas import Replica
+from .replicas import Replica, ReplicaLostError
 from .run_options import canary_tolerance, trainer_config
 from .shared import Shared
 from .store import runs, steps
@@ -141,8 +141,8 @@ class Promotion:
         try:
             pairs = [(probe.prompt_ids, probe.completion_ids) for probe in probes]
             theirs = await replica.client.score(self._run, version, pairs)
-        except grpc.aio.AioRpcError as error:
-            _log.warning("policy server %s did not answer the canary: %s", replica.hello.replica_id, error.details())
+        except (grpc.aio.AioRpcError, ReplicaLostError) as error:
+            _log.warning("policy server %s did not answer the canary: %s", replica.hello.replica_id, error)
             return None
         return mean_gap(ours, theirs)
 
@@ -165,11 +165,13 @@ class Promotion:
 
         def mutation(connection: Connection) -> tuple[StepReport | None, Closed]:
             closed = Closed()
-            again = steps.roll_back(connection, staged, closed)
-            if steps.find_report(connection, self._run, staged.version) is None:
-                # The republished parent, which is serving well under its own name, failed too: not the weights' fault.
-                runs.set_state(connection, self._run, RunState.PAUSED, f"canary of a rollback failed: {why}")
-            _log.warning("version %d republishes version %d", again.version, again.parent)
+            if steps.find_report(connection, self._run, staged.version) is not None:
+                again = steps.roll_back(connection, staged, closed)
+                _log.warning("version %d of run %s republishes version %d", again.version, self._run, again.parent)
+            else:
+                # The republished parent, which serves well under its own name, failed too: not the weights' fault.
+                runs.set_version_state(connection, self._run, staged.version, VersionState.REVERTED)
+                runs.set_state(connection, self._run, RunState.PAUSED, f"the canary of a rollback failed: {why}")
             return self._publish(connection, staged, extra | {"reverted": 1.0}, seconds), closed
 
         report, closed = await self._shared.write_patiently(mutation)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import grpc
@@ -52,8 +54,26 @@ class NewTokens:
     finish_reason: FinishReason | None
 
 
+class ReplicaLostError(Exception):
+    """The policy server was detached while a call to it ran, or before it began."""
+
+
+@contextmanager
+def _own_cancellation() -> Iterator[None]:
+    """Closing a channel cancels its calls, which looks like a cancellation of the caller: tell the two apart."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise ReplicaLostError("the policy server was detached during the call") from None
+    except grpc.aio.UsageError as error:
+        raise ReplicaLostError(str(error)) from error
+
+
 class ReplicaClient:
-    """Calls PolicyReplicaService of one policy server; raises `grpc.aio.AioRpcError`."""
+    """Calls PolicyReplicaService of one policy server; raises `grpc.aio.AioRpcError` and `ReplicaLostError`."""
 
     def __init__(self, endpoint: str) -> None:
         self._channel = grpc.aio.insecure_channel(endpoint, options=_CHANNEL_OPTIONS)
@@ -70,9 +90,14 @@ class ReplicaClient:
             count=count,
             sampling=_sampling(sampling),
         )
-        call = self._stub.Generate(request)
+        with _own_cancellation():
+            call = self._stub.Generate(request)
         try:
-            async for message in call:
+            while True:
+                with _own_cancellation():
+                    message = await call.read()
+                if message is grpc.aio.EOF:
+                    return
                 yield _new_tokens(message)
         finally:
             call.cancel()
@@ -86,7 +111,8 @@ class ReplicaClient:
             for p, c in sequences
         ]
         request = replica_pb2.ScoreRequest(policy=common_pb2.Policy(run=run, version=version), items=items)
-        response = await self._stub.Score(request, timeout=SCORE_TIMEOUT_SECONDS)
+        with _own_cancellation():
+            response = await self._stub.Score(request, timeout=SCORE_TIMEOUT_SECONDS)
         return [list(item.logprobs) for item in response.items]
 
     async def close(self) -> None:

@@ -17,7 +17,7 @@ from sqlalchemy import Connection
 
 from .feeds import GroupFeed
 from .records import FinishReason, GroupOpened, NoiseRecord, RolloutState, SamplingSpec, SpanRecord
-from .replicas import NewTokens, Replica
+from .replicas import NewTokens, Replica, ReplicaLostError
 from .shared import Shared
 from .store import rollouts as stored
 from .store.rewards import Closed, close_groups
@@ -34,8 +34,7 @@ LAST_BACKOFF_SECONDS = 2.0
 _FATAL_CODES = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE)
 
 
-class _LostError(Exception):
-    """A server ended a rollout without finishing it."""
+_LOST_ERRORS = (grpc.aio.AioRpcError, ReplicaLostError, TimeoutError)
 
 
 class Sampler:
@@ -87,7 +86,7 @@ class Sampler:
             before = len(missing)
             try:
                 await self._attempt(replica, version, group, missing, feed)
-            except (grpc.aio.AioRpcError, _LostError, TimeoutError) as error:
+            except _LOST_ERRORS as error:
                 if isinstance(error, grpc.aio.AioRpcError) and error.code() in _FATAL_CODES:
                     await self._fail(group, missing, feed, error.details() or error.code().name)
                     return
@@ -144,7 +143,7 @@ class Sampler:
         """One failed call must not cancel the others of the group."""
         try:
             await self._stream(replica, version, group, [index], missing, feed)
-        except (grpc.aio.AioRpcError, _LostError, TimeoutError) as error:
+        except _LOST_ERRORS as error:
             return error
         return None
 
@@ -175,7 +174,7 @@ class Sampler:
             replica.in_flight -= len(indices)
             await asyncio.gather(*writes)
         if not all(collector.done for collector in collectors.values()):
-            raise _LostError("the stream ended before every rollout was finished")
+            raise ReplicaLostError("the stream ended before every rollout was finished")
 
     async def _finish(self, group: OpenGroup, sampled: Sampled, missing: set[int], feed: GroupFeed) -> None:
         run = group.group.run
@@ -232,9 +231,9 @@ class _Collector:
         return self._reason is not None
 
     def take(self, new: NewTokens) -> None:
-        """Add tokens. Raises `_LostError` when the server gave the rollout up."""
+        """Add tokens. Raises `ReplicaLostError` when the server gave the rollout up."""
         if new.finish_reason is FinishReason.ABORTED:
-            raise _LostError("the server aborted the rollout")
+            raise ReplicaLostError("the server aborted the rollout")
         if len(new.ids) != len(new.logprobs):
             self._problem = f"the server sent {len(new.ids)} tokens with {len(new.logprobs)} log-probabilities"
         elif not all(math.isfinite(value) for value in new.logprobs):

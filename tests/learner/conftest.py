@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 
 import pytest_asyncio
@@ -26,6 +27,15 @@ PROMPT_IDS = (5, 6, 7, 8)
 
 def new_id() -> str:
     return uuid.uuid4().hex
+
+
+async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 60.0) -> None:
+    """Wait until a condition holds, looking fifty times a second."""
+    for _ in range(int(seconds * 50)):
+        if await condition():
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"not within {seconds:g} s")
 
 
 def small_config(**changes: object) -> RunConfig:

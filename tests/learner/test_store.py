@@ -6,8 +6,8 @@ import asyncio
 import os
 import resource
 import signal
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -48,17 +48,25 @@ def request_ids(connection: Connection) -> set[str]:
     return set(connection.execute(select(requests.c.request_id)).scalars())
 
 
-def put(name: str, size: int = 1) -> object:
+def put(name: str, size: int = 1) -> Callable[[Connection], object]:
     return lambda connection: once(connection, "run", name, "hash", lambda: "x" * size)
 
 
+async def fill(store: Store) -> None:
+    for number in range(100):
+        await store.write(put(f"big-{number}", 20_000))
+
+
 async def test_what_was_acknowledged_survives_kill_9(tmp_path: Path) -> None:
-    child = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    command = (sys.executable, "-c", WRITER, str(tmp_path))
+    child = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     assert child.stdout is not None
-    acknowledged = [child.stdout.readline().strip() for _ in range(400)]
-    os.kill(child.pid, signal.SIGKILL)
-    acknowledged += [line.strip() for line in child.stdout if line.endswith("\n")]
-    child.wait()
+    lines = [await child.stdout.readline() for _ in range(400)]
+    child.kill()
+    lines += (await child.stdout.read()).splitlines(keepends=True)
+    await child.wait()
+    acknowledged = [line.decode().strip() for line in lines if line.endswith(b"\n")]
+    assert len(acknowledged) >= 400
     store = Store(tmp_path)
     try:
         assert set(acknowledged) <= await store.read(request_ids)
@@ -86,9 +94,9 @@ async def test_a_mutation_that_raises_leaves_nothing_and_disturbs_nobody(tmp_pat
         raise ConflictError("no")
 
     first, failed, last = await asyncio.gather(
-        store.write(put("a")),  # type: ignore[arg-type]
+        store.write(put("a")),
         store.write(broken),
-        store.write(put("b")),  # type: ignore[arg-type]
+        store.write(put("b")),
         return_exceptions=True,
     )
     assert isinstance(failed, ConflictError)
@@ -111,17 +119,16 @@ async def test_the_same_request_gets_the_first_answer_and_another_body_is_a_conf
 
 async def test_a_full_disk_is_a_clear_error_and_passes(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    await store.write(put("before"))  # type: ignore[arg-type]
+    await store.write(put("before"))
     pages = await store.write(lambda c: c.exec_driver_sql("PRAGMA page_count").scalar_one())
     await store.write(lambda c: c.exec_driver_sql(f"PRAGMA max_page_count={pages + 8}").scalar_one())
     with pytest.raises(RetryLaterError, match="disk is full") as caught:
-        for number in range(100):
-            await store.write(put(f"big-{number}", 20_000))  # type: ignore[arg-type]
+        await fill(store)
     assert caught.value.retry_after > 0
     stored = await store.read(request_ids)
     assert "before" in stored
     await store.write(lambda c: c.exec_driver_sql("PRAGMA max_page_count=100000").scalar_one())
-    await store.write(put("after", 20_000))  # type: ignore[arg-type]
+    await store.write(put("after", 20_000))
     assert await store.read(request_ids) == stored | {"after"}
     assert await store.read(lambda c: c.exec_driver_sql("PRAGMA integrity_check").scalar_one()) == "ok"
     store.close()
@@ -130,18 +137,17 @@ async def test_a_full_disk_is_a_clear_error_and_passes(tmp_path: Path) -> None:
 async def test_a_file_that_may_not_grow_is_a_clear_error_and_passes(tmp_path: Path) -> None:
     """The kernel refuses the write itself (RLIMIT_FSIZE), as with a full disk or a quota."""
     store = Store(tmp_path)
-    await store.write(put("before"))  # type: ignore[arg-type]
+    await store.write(put("before"))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     size = (tmp_path / "learner.db-wal").stat().st_size
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 50_000, hard))
     try:
         with pytest.raises(RetryLaterError, match="disk is full"):
-            for number in range(100):
-                await store.write(put(f"big-{number}", 20_000))  # type: ignore[arg-type]
+            await fill(store)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    await store.write(put("after", 20_000))  # type: ignore[arg-type]
+    await store.write(put("after", 20_000))
     assert {"before", "after"} <= await store.read(request_ids)
     assert await store.read(lambda c: c.exec_driver_sql("PRAGMA integrity_check").scalar_one()) == "ok"
     store.close()

@@ -280,3 +280,10 @@ def buffered_groups(connection: Connection, run: str) -> list[str]:
     states = [state.value for state in BUFFERED_STATES]
     query = select(groups.c.group_id).where(groups.c.run == run, groups.c.state.in_(states))
     return list(connection.execute(query).scalars())
+
+
+def newest_sampled_groups(connection: Connection, run: str, limit: int) -> list[str]:
+    """Return the newest groups of a run whose rollouts are all finished or failed."""
+    unsampled = [GroupState.QUEUED.value, GroupState.SAMPLING.value]
+    query = select(groups.c.group_id).where(groups.c.run == run, groups.c.state.not_in(unsampled))
+    return list(connection.execute(query.order_by(groups.c.seq.desc()).limit(limit)).scalars())

@@ -1,0 +1,291 @@
+"""Outcomes against the real store and trainer: answers, groups, receipts; no policy server is needed."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from qerld_learner.core import Learner
+from qerld_learner.errors import (
+    ConflictError,
+    InvalidRequestError,
+    NotFoundError,
+    PreconditionError,
+    RetryLaterError,
+)
+from qerld_learner.records import (
+    Answer,
+    FinishReason,
+    GroupState,
+    Outcome,
+    OutcomeKind,
+    ReceiptState,
+    RunState,
+    SegmentSpec,
+    TrajectorySpec,
+    VersionState,
+)
+
+from .conftest import (
+    imported,
+    new_id,
+    new_run,
+    options_for,
+    prompt,
+    reward,
+    reward_all,
+    small_config,
+    trajectory,
+    until,
+)
+
+
+async def states(learner: Learner, rollout_ids: tuple[str, ...]) -> list[ReceiptState]:
+    return [(await learner.receipt(rollout_id)).state for rollout_id in rollout_ids]
+
+
+async def group_state(learner: Learner, run: str, group_id: str) -> GroupState:
+    groups, _ = await learner.list_groups(run, None, 0, "")
+    return next(group.state for group in groups if group.group_id == group_id)
+
+
+async def until_staged(learner: Learner, run: str, version: int = 1) -> None:
+    async def staged() -> bool:
+        return len((await learner.list_versions(run, 0, ""))[0]) > version
+
+    await until(staged)
+
+
+async def test_receipts_follow_a_rollout_and_sum_up(learner: Learner) -> None:
+    run = await new_run(learner)
+    first, second = await imported(learner, run), await imported(learner, run)
+    assert await states(learner, first.rollout_ids) == [ReceiptState.PENDING] * 4
+    await learner.submit_outcomes(run, new_id(), "h", [reward(first.rollout_ids[0], 1.0)])
+    receipt = await learner.receipt(first.rollout_ids[0])
+    assert (receipt.state, receipt.group_outcomes, receipt.group_size) == (ReceiptState.BUFFERED, 1, 4)
+    error = Outcome(first.rollout_ids[1], OutcomeKind.ERROR, detail="scorer is down")
+    abstention = Outcome(first.rollout_ids[2], OutcomeKind.ABSTENTION)
+    await learner.submit_outcomes(run, new_id(), "h", [error, abstention, reward(first.rollout_ids[3], 0.0)])
+    assert await group_state(learner, run, first.group_id) is GroupState.READY
+    await reward_all(learner, second, [0.0, 1.0, 0.0, 1.0])
+    await until_staged(learner, run)
+    trained, failed, abstained = ReceiptState.TRAINED, ReceiptState.FAILED, ReceiptState.ABSTAINED
+    assert await states(learner, first.rollout_ids) == [trained, failed, abstained, trained]
+    receipts = [await learner.receipt(rollout_id) for rollout_id in second.rollout_ids]
+    assert Counter(r.state for r in receipts) == {trained: 4}
+    assert sum(r.advantage or 0.0 for r in receipts) == pytest.approx(0, abs=1e-5)
+    assert all(r.step == r.version == 1 for r in receipts)
+    assert all(r.ratio is not None and r.clipped_share is not None for r in receipts)
+    # The error did not enter as a zero: with rewards 1 and 0 alone the advantages are ±1/√2.
+    own = await learner.receipt(first.rollout_ids[0])
+    assert own.advantage == pytest.approx(2**-0.5, rel=1e-4)
+
+
+async def test_a_request_id_is_one_request(learner: Learner) -> None:
+    run = await new_run(learner)
+    group = await imported(learner, run)
+    outcome = reward(group.rollout_ids[0], 1.0)
+    request_id = new_id()
+    first = await learner.submit_outcomes(run, request_id, "one", [outcome])
+    assert await learner.submit_outcomes(run, request_id, "one", [outcome]) == first
+    with pytest.raises(ConflictError, match="another body"):
+        await learner.submit_outcomes(run, request_id, "two", [reward(group.rollout_ids[0], 0.0)])
+    (duplicate,) = await learner.submit_outcomes(run, new_id(), "h", [outcome])
+    assert duplicate.answer is Answer.DUPLICATE
+    (second,) = await learner.submit_outcomes(run, new_id(), "h", [reward(group.rollout_ids[0], 0.5)])
+    assert (second.answer, second.field) == (Answer.REJECTED, "outcomes[0].reward")
+    assert (await learner.receipt(group.rollout_ids[0])).group_outcomes == 1
+
+
+async def test_bad_outcomes_are_rejected_one_by_one(learner: Learner) -> None:
+    run = await new_run(learner)
+    group = await imported(learner, run)
+    ids = group.rollout_ids
+    answers = await learner.submit_outcomes(
+        run,
+        new_id(),
+        "h",
+        [
+            reward(ids[0], math.nan),
+            reward(ids[1], 1.0),
+            Outcome(ids[2], OutcomeKind.TOKEN_REWARDS, (1.0,)),
+            reward("nobody", 1.0),
+            reward(ids[3], math.inf),
+        ],
+    )
+    rejected, accepted = Answer.REJECTED, Answer.ACCEPTED
+    assert [a.answer for a in answers] == [rejected, accepted, rejected, rejected, rejected]
+    assert answers[2].field == "outcomes[2].token_rewards"
+    assert answers[3].field == "outcomes[3].rollout_id"
+    pending = ReceiptState.PENDING
+    assert await states(learner, ids) == [pending, ReceiptState.BUFFERED, pending, pending]
+    with pytest.raises(NotFoundError, match="unknown run"):
+        await learner.submit_outcomes("nowhere", new_id(), "h", [])
+    with pytest.raises(InvalidRequestError, match="4096"):
+        await learner.submit_outcomes(run, new_id(), "h", [reward(ids[0], 1.0)] * 4097)
+
+
+async def test_a_dry_run_tells_advantages_and_stores_nothing(learner: Learner) -> None:
+    run = await new_run(learner)
+    group = await imported(learner, run)
+    await learner.submit_outcomes(run, new_id(), "h", [reward(group.rollout_ids[0], 0.0)])
+    said = [reward(group.rollout_ids[1], 1.0), reward(group.rollout_ids[2], math.nan)]
+    good, bad = await learner.check_outcomes(run, said)
+    assert good.advantage == pytest.approx(2**-0.5, rel=1e-4)
+    assert (bad.answer, bad.advantage, len(bad.problems)) == (Answer.REJECTED, None, 1)
+    assert await states(learner, group.rollout_ids[1:3]) == [ReceiptState.PENDING] * 2
+
+
+async def test_groups_without_signal_are_dropped_and_counted(learner: Learner) -> None:
+    run = await new_run(learner)
+    flat = await imported(learner, run)
+    await reward_all(learner, flat, [0.25] * 4)
+    assert await states(learner, flat.rollout_ids) == [ReceiptState.DROPPED_ZERO_VARIANCE] * 4
+    assert await group_state(learner, run, flat.group_id) is GroupState.DROPPED
+    alone = await imported(learner, run)
+    errors = [Outcome(rollout_id, OutcomeKind.ERROR) for rollout_id in alone.rollout_ids[1:]]
+    await learner.submit_outcomes(run, new_id(), "h", [reward(alone.rollout_ids[0], 1.0), *errors])
+    assert await states(learner, alone.rollout_ids) == [ReceiptState.DROPPED_EXPIRED, *[ReceiptState.FAILED] * 3]
+
+
+async def test_a_deadline_closes_a_group_with_what_it_has(learner: Learner) -> None:
+    run = await new_run(learner)
+    enough, short = [await imported(learner, run, reward_deadline=0.3) for _ in range(2)]
+    outcomes = [
+        reward(enough.rollout_ids[0], 1.0),
+        reward(enough.rollout_ids[1], 0.0),
+        reward(short.rollout_ids[0], 1.0),
+    ]
+    await learner.submit_outcomes(run, new_id(), "h", outcomes)
+    async with asyncio.timeout(10):
+        async for receipt in learner.watch_receipts(run, short.rollout_ids):
+            assert receipt.state is ReceiptState.DROPPED_EXPIRED
+    assert await group_state(learner, run, enough.group_id) is GroupState.READY
+    buffered, expired = ReceiptState.BUFFERED, ReceiptState.DROPPED_EXPIRED
+    assert await states(learner, enough.rollout_ids) == [buffered, buffered, expired, expired]
+    (late,) = await learner.submit_outcomes(run, new_id(), "h", [reward(enough.rollout_ids[3], 1.0)])
+    assert late.answer is Answer.REJECTED
+    assert "deadline" in late.problem
+
+
+async def test_pause_and_resume(learner: Learner) -> None:
+    run = await new_run(learner)
+    groups = [await imported(learner, run) for _ in range(2)]
+    paused = await learner.pause_run(run, new_id(), "h", "lunch")
+    assert (paused.state, paused.reason) == (RunState.PAUSED, "lunch")
+    for group in groups:
+        await reward_all(learner, group, [0.0, 1.0, 0.0, 1.0])
+    with pytest.raises(PreconditionError, match="lunch"):
+        await imported(learner, run)
+    with pytest.raises(PreconditionError, match="lunch"):
+        await anext(learner.sample(run, new_id(), "h", prompt()))
+    await asyncio.sleep(0.3)
+    assert await group_state(learner, run, groups[0].group_id) is GroupState.READY
+    await learner.resume_run(run, new_id(), "h")
+    await until_staged(learner, run)
+    version = await learner.get_version(run, 1)
+    assert version.state is VersionState.STAGED  # no policy server: it waits
+
+
+async def test_a_full_buffer_asks_for_patience(learner: Learner) -> None:
+    run = await new_run(learner, max_lag=0)
+    for _ in range(2):
+        await imported(learner, run)
+    with pytest.raises(RetryLaterError, match="limit is 2") as caught:
+        await anext(learner.sample(run, new_id(), "h", prompt()))
+    assert caught.value.retry_after > 0
+    assert not caught.value.unavailable
+
+
+async def test_what_cannot_be_trained_is_refused(learner: Learner) -> None:
+    run = await new_run(learner)
+    hot = prompt()
+    hot = type(hot)(hot.prompt_ids, 1, type(hot.sampling)(0.5, 8, 1))
+    with pytest.raises(InvalidRequestError) as caught:
+        await anext(learner.sample(run, new_id(), "h", hot))
+    assert {v.field for v in caught.value.violations} == {"group_size", "sampling.temperature"}
+    environment = TrajectorySpec((SegmentSpec((1, 2), (), False, 0),), FinishReason.STOP)
+    unknown = TrajectorySpec((SegmentSpec((1, 2), (-1.0, math.nan), True, 5),), FinishReason.STOP)
+    with pytest.raises(InvalidRequestError) as caught:
+        await learner.import_group(run, new_id(), "h", prompt(2), [environment, unknown])
+    fields = {v.field for v in caught.value.violations}
+    assert "trajectories[1].segments[0].version" in fields
+    assert "trajectories[1].segments[0].logprobs" in fields
+    wrong = small_config(group_size=1, noise_schedule="cosine", advantage="magic")
+    with pytest.raises(InvalidRequestError) as caught:
+        await learner.create_run("bad", new_id(), "h", wrong)
+    assert {v.field for v in caught.value.violations} == {
+        "config.group_size",
+        "config.noise.schedule",
+        "config.algorithm.advantage",
+    }
+    with pytest.raises(InvalidRequestError, match="initial_adapter"):
+        await learner.create_run("bad", new_id(), "h", small_config(), b"not safetensors")
+
+
+async def test_runs_are_created_once(learner: Learner) -> None:
+    request_id = new_id()
+    run = await learner.create_run("twice", request_id, "h", small_config())
+    assert await learner.create_run("twice", request_id, "h", small_config()) == run
+    with pytest.raises(ConflictError, match="another body"):
+        await learner.create_run("twice", request_id, "other", small_config())
+    with pytest.raises(ConflictError, match="exists already"):
+        await learner.create_run("twice", new_id(), "h", small_config())
+    path, digest = await learner.adapter_file("twice", 0, "adapter_model.safetensors")
+    assert path.stat().st_size == (await learner.get_version("twice", 0)).adapter_bytes
+    again = await learner.create_run("copy", new_id(), "h", small_config(), path.read_bytes())
+    assert (await learner.get_version(again.name)).adapter_sha256 == digest
+
+
+async def test_leases_go_to_workers_with_credits_and_come_back(learner: Learner) -> None:
+    run = await new_run(learner)
+    group = await imported(learner, run)
+    first = learner.lease_rollouts(run, "first")
+    first.add_credits(3)
+    leased = [(await asyncio.wait_for(anext(first), 5)).rollout.rollout_id for _ in range(3)]
+    assert leased == list(group.rollout_ids[:3])
+    await learner.submit_outcomes(run, new_id(), "h", [reward(leased[0], 1.0)])
+    second = learner.lease_rollouts(run, "second", lease=0.2)
+    second.add_credits(4)
+    rest = (await asyncio.wait_for(anext(second), 5)).rollout.rollout_id
+    assert rest == group.rollout_ids[3]
+    first.close()
+    back = {(await asyncio.wait_for(anext(second), 5)).rollout.rollout_id for _ in range(3)}
+    assert back <= {*leased[1:], rest}  # the first worker's, and the second's own lease that ran out
+    second.close()
+
+
+async def test_a_restart_finds_everything_again(tiny_model: tuple[Path, Path], tmp_path: Path) -> None:
+    options = options_for(tmp_path, tiny_model[1])
+    learner = await Learner.open(options)
+    run = await new_run(learner)
+    group = await imported(learner, run)
+    await learner.submit_outcomes(run, new_id(), "h", [reward(group.rollout_ids[0], 1.0)])
+    queued = await learner.submit_prompts(run, new_id(), "h", [prompt()])
+    await asyncio.sleep(0.2)
+    await learner.close()
+    stray = tmp_path / "versions" / run / "00000099"
+    stray.mkdir()
+    learner = await Learner.open(options)
+    try:
+        assert not stray.exists()
+        assert (await learner.receipt(group.rollout_ids[0])).state is ReceiptState.BUFFERED
+        (status,) = await learner.statuses()
+        assert (status.groups["awaiting_rewards"], status.groups["sampling"]) == (1, 1)
+        assert await group_state(learner, run, queued[0]) is GroupState.SAMPLING
+        await learner.submit_outcomes(run, new_id(), "h", [reward(i, 0.0) for i in group.rollout_ids[1:]])
+        assert await group_state(learner, run, group.group_id) is GroupState.READY
+    finally:
+        await learner.close()
+
+
+async def test_trajectory_helper_is_a_rollout_like_any_other(learner: Learner) -> None:
+    run = await new_run(learner)
+    group = await learner.import_group(run, new_id(), "h", prompt(2), [trajectory(3), trajectory(4)])
+    rollout = await learner.get_rollout(group.rollout_ids[1])
+    assert (rollout.completion_ids, rollout.index) == ((9, 10, 4), 1)
+    assert [(s.begin, s.end, s.version) for s in rollout.spans] == [(0, 3, 0)]
+    assert rollout.reward_deadline is not None
