@@ -87,7 +87,8 @@ async def imported(client: AsyncClient, run: str, rollouts: int) -> list[str]:
     """Store at least `rollouts` rollouts that await rewards; returns exactly that many ids."""
     ids: list[str] = []
     while len(ids) < rollouts:
-        groups = [(PROMPT_IDS, [trajectory()] * GROUP_SIZE)] * IMPORT_AT_ONCE
+        missing = -(-(rollouts - len(ids)) // GROUP_SIZE)
+        groups = [(PROMPT_IDS, [trajectory()] * GROUP_SIZE)] * min(missing, IMPORT_AT_ONCE)
         ids += [rid for group in await client.import_trajectories(run, groups) for rid in group.rollout_ids]
     return ids[:rollouts]
 
