@@ -105,6 +105,8 @@ def sampling_of(request: replica_pb2.GenerateRequest) -> Sampling:
         raise RequestError(f"count: must be from 1 to {MAX_COUNT}, got {request.count}")
     if request.greedy and not request.noise_free:
         raise RequestError("greedy: needs noise_free, since it is never a training rollout")
+    if request.greedy and request.count != 1:
+        raise RequestError(f"count: must be 1 with greedy, all completions would be the same; got {request.count}")
     if not request.greedy and not (math.isfinite(wire.temperature) and wire.temperature > 0):
         raise RequestError(
             f"sampling.temperature: must be above 0, got {wire.temperature}; greedy takes the most probable token"
