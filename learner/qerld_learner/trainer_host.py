@@ -22,6 +22,7 @@ class TrainerHost:
         self._process = process
         self._observer = observer
         self._lock = asyncio.Lock()
+        self._starting: asyncio.Future[None] | None = None
 
     @property
     def pid(self) -> int | None:
@@ -43,7 +44,7 @@ class TrainerHost:
         async with self._lock:
             for attempt in range(1, attempts + 1):
                 try:
-                    await self._process.start()
+                    await self._start()
                     if before is not None:
                         before()
                     return await self._process.call(request, on_progress)
@@ -57,8 +58,15 @@ class TrainerHost:
     async def start(self) -> None:
         """Start the process ahead of its first request: importing its libraries takes seconds."""
         async with self._lock:
-            await self._process.start()
+            await self._start()
 
     async def stop(self) -> None:
         """End the process; a request in progress fails."""
+        if self._starting is not None:
+            await asyncio.gather(self._starting, return_exceptions=True)
         await self._process.stop()
+
+    async def _start(self) -> None:
+        # asyncio does not return from a subprocess's start that is cancelled in its first moments: let it finish.
+        self._starting = asyncio.ensure_future(self._process.start())
+        await asyncio.shield(self._starting)

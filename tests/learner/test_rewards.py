@@ -289,3 +289,10 @@ async def test_trajectory_helper_is_a_rollout_like_any_other(learner: Learner) -
     assert (rollout.completion_ids, rollout.index) == ((9, 10, 4), 1)
     assert [(s.begin, s.end, s.version) for s in rollout.spans] == [(0, 3, 0)]
     assert rollout.reward_deadline is not None
+
+
+async def test_closing_at_once_does_not_hang(tiny_model: tuple[Path, Path], tmp_path: Path) -> None:
+    """The trainer is in the first moments of its start then."""
+    learner = await Learner.open(options_for(tmp_path, tiny_model[1]))
+    await asyncio.wait_for(learner.close(), 60)
+    assert learner.trainer_pid is None
