@@ -120,6 +120,9 @@ class PolicyEngine:
         self._slots = SlotTable(config.max_loras)
         self._realised: dict[AdapterKey, float] = {}
         self._loading = asyncio.Lock()
+        # Only on the CPU, where computing a prompt takes longer than a round trip to the engine.
+        self._share_prompts = not torch.cuda.is_available()
+        self._prompts: dict[AdapterKey, asyncio.Lock] = {}
 
     @classmethod
     async def start(cls, config: EngineConfig) -> PolicyEngine:
@@ -197,6 +200,7 @@ class PolicyEngine:
             await self._llm.collective_rpc("qerld_forget_noise", args=(slot.adapter_id,))
         self._slots.free(slot)
         self._realised.pop(key, None)
+        self._prompts.pop(key, None)
 
     async def generate(
         self, key: AdapterKey, request_id: str, prompt_ids: Sequence[int], sampling: Sampling
@@ -212,12 +216,31 @@ class PolicyEngine:
         """
         params = self._sampling_params(prompt_ids, sampling)
         async with self._request(key) as slot:
+            if self._share_prompts and sampling.n > 1:
+                await self._compute_prompt(slot, request_id, prompt_ids)
             stream = self._llm.generate(_prompt(prompt_ids, slot), params, request_id, lora_request=_lora_request(slot))
             with _engine_errors():
                 async with contextlib.aclosing(stream):
                     async for output in stream:
                         for completion in output.outputs:
                             yield _delta(completion)
+
+    async def _compute_prompt(self, slot: Slot, request_id: str, prompt_ids: Sequence[int]) -> None:
+        """Put a prompt into the prefix cache before its completions start; what prompts share is computed once, too.
+
+        Completions that start in one step would each compute the prompt: vLLM shares only blocks that are there.
+        """
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=1, detokenize=False)
+        async with self._prompts.setdefault(slot.key, asyncio.Lock()):
+            stream = self._llm.generate(
+                _prompt(prompt_ids, slot), params, f"{request_id}-prompt", lora_request=_lora_request(slot)
+            )
+            with _engine_errors():
+                async with contextlib.aclosing(stream):
+                    async for _ in stream:
+                        pass
 
     async def score(self, key: AdapterKey, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> list[float]:
         """Log-probability of each completion token after those before it, at temperature 1.
@@ -329,11 +352,12 @@ def start_vllm(config: EngineConfig, model: CheckpointReader, on_cpu: bool) -> A
     if limit is not None and isinstance(positions, int):
         limit = min(limit, positions)
     # A seeded request whose prompt is split makes vLLM rewind its generator, which the CPU's cannot: the engine dies.
-    whole_prompts: dict[str, Any] = (
-        {"enable_chunked_prefill": False, "max_num_batched_tokens": max(2048, limit or positions or 0)}
-        if on_cpu
-        else {}
-    )
+    # Blocks of 32 tokens instead of 128: only full ones are shared between completions and prompts.
+    cpu_arguments: dict[str, Any] = {
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(2048, limit or positions or 0),
+        "block_size": 32,
+    }
     args = AsyncEngineArgs(
         model=str(config.model),
         dtype=dtype,
@@ -353,7 +377,7 @@ def start_vllm(config: EngineConfig, model: CheckpointReader, on_cpu: bool) -> A
         lora_target_modules=list(model.architecture.target_modules),
         worker_extension_cls="qerld_service.worker.NoiseWorkerExtension",
         enable_prefix_caching=True,
-        **whole_prompts,
+        **(cpu_arguments if on_cpu else {}),
         generation_config="vllm",  # the model's own sampling defaults would change the behaviour distribution
         logprobs_mode="processed_logprobs",  # the raw ones ignore temperature
     )

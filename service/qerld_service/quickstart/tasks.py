@@ -1,7 +1,8 @@
 """Small tasks that SmolLM2-135M can learn in minutes: prompts with three chat examples, strict scoring, a fair split.
 
 A split never shares an item between training, held-out prompts and the examples shown in each prompt. For pairs of
-things the *unordered* pair decides: knowing 3 + 5 = 8 gives 5 + 3 = 8 away.
+things the *unordered* pair decides: knowing 3 + 5 = 8 gives 5 + 3 = 8 away. The examples are the same for every seed:
+they move the untrained model's score more than anything else, and seeds should be comparable.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from itertools import combinations
 
 HELD_OUT_PROMPTS = 40
 SHOTS = 3
+# One example of each length.
+NEXT_SHOTS = (("7",), ("41",), ("158",))
 # Common words; the first letters differ often enough to sort by.
 WORD_LIST = (
     "apple bread chair dance eagle field glass house island jacket kitchen lemon music night ocean paper queen river "
@@ -61,11 +64,12 @@ def make_task(name: str, seed: int) -> Task:
     """The task and its split for this seed; raises UnknownTaskError."""
     if name not in TASKS:
         raise UnknownTaskError(f"task: must be one of {', '.join(TASKS)}, got {name!r}")
-    chance = random.Random(f"{name} {seed}")  # noqa: S311
-    items = TASKS[name](chance)
+    fixed = random.Random(name)  # noqa: S311
+    items = TASKS[name](fixed)
     keys = sorted({item.key for item in items})
-    chance.shuffle(keys)
-    shots, rest = keys[:SHOTS], keys[SHOTS:]
+    shots = NEXT_SHOTS if name == "next" else fixed.sample(keys, SHOTS)
+    rest = [key for key in keys if key not in shots]
+    random.Random(f"{name} {seed}").shuffle(rest)  # noqa: S311
     held_out, train = split_keys(rest, items)
     by_key = {key: [item for item in items if item.key == key] for key in shots}
     return Task(name, tuple(by_key[key][0] for key in shots), train, held_out)
@@ -91,7 +95,7 @@ def reward(answer: str, text: str, stopped: bool) -> float:
 
 
 def next_number(chance: random.Random) -> list[Item]:
-    return [Item(f"What number comes after {n}?", str(n + 1), (str(n),)) for n in range(10, 1000)]
+    return [Item(f"What number comes after {n}?", str(n + 1), (str(n),)) for n in range(1, 1000)]
 
 
 def sums(chance: random.Random) -> list[Item]:
