@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from sqlalchemy import Connection
 
@@ -94,5 +95,5 @@ def report_metrics(
 
 def probes(groups: Sequence[Sequence[RolloutRecord]], count: int) -> list[RolloutRecord]:
     """Return a few rollouts of a batch for the canary: one a group in turn, so that prompts differ."""
-    by_turn = [record for turn in zip(*groups, strict=False) for record in turn]
+    by_turn = [record for turn in zip_longest(*groups) for record in turn if record is not None]
     return by_turn[:count]

@@ -96,7 +96,7 @@ class ReplicaClient:
             while True:
                 with _own_cancellation():
                     message = await call.read()
-                if message is grpc.aio.EOF:
+                if not isinstance(message, replica_pb2.GenerateResponse):  # grpc.aio.EOF
                     return
                 yield _new_tokens(message)
         finally:
