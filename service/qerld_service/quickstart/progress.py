@@ -42,7 +42,7 @@ def follow(
             moved = time.monotonic()
             reports.append(item)
             bar.update(job, completed=len(reports))
-            bar.console.print(line_of(item), highlight=False)
+            bar.console.print(line_of(item), highlight=False, soft_wrap=True)
     return reports
 
 
