@@ -119,7 +119,9 @@ class ChatForm:
     def _logprobs(logprobs: list[tuple[str, float]] | None) -> dict[str, Any] | None:
         if logprobs is None:
             return None
-        rows = [{"token": token, "logprob": value, "bytes": None, "top_logprobs": []} for token, value in logprobs]
+        rows: list[dict[str, Any]] = [
+            {"token": token, "logprob": value, "bytes": None, "top_logprobs": []} for token, value in logprobs
+        ]
         return {"content": rows}
 
 

@@ -1,0 +1,43 @@
+"""A policy server on the session's engine, attached to a learner's end of the protocol."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+from qerld.v1 import replica_pb2_grpc
+from qerld_service.engine import PolicyEngine
+from qerld_service.policy import RunningPolicy, running_policy
+from support.peer_learner import PeerLearner
+from support.policy import settings_for
+
+
+@pytest.fixture
+async def peer() -> PeerLearner:
+    return PeerLearner()
+
+
+@pytest.fixture
+async def policy(
+    engine: PolicyEngine, tiny_model: tuple[Path, Path], peer: PeerLearner, tmp_path: Path
+) -> AsyncIterator[RunningPolicy]:
+    async with (
+        peer.serving() as port,
+        running_policy(settings_for(tiny_model[1], port, tmp_path / "cache"), engine) as running,
+    ):
+        yield running
+
+
+@pytest.fixture
+async def stub(policy: RunningPolicy) -> AsyncIterator[replica_pb2_grpc.PolicyReplicaServiceAsyncStub]:
+    async with grpc.aio.insecure_channel(policy.hello.endpoint) as channel:
+        yield replica_pb2_grpc.PolicyReplicaServiceStub(channel)
+
+
+@pytest.fixture
+async def http(policy: RunningPolicy) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{policy.openai_port}", timeout=60) as client:
+        yield client
