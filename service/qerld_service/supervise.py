@@ -89,9 +89,8 @@ class Child:
     async def _run_once(self) -> tuple[int, float]:
         """Run until the process ends; returns its exit status and how many seconds it had been ready."""
         self.spec.ready_file.unlink(missing_ok=True)
-        process, output = await start_process(self.spec)
+        process, output = await start_process(self.spec, self._guard)
         self.process = process
-        self._guard.watch(process.pid)
         watcher = asyncio.create_task(self._watch_ready())
         pump = asyncio.create_task(self._pump(output))
         try:
@@ -154,32 +153,27 @@ class Guard:
     def __init__(self, grace: float) -> None:
         self._grace = grace
         self._process: asyncio.subprocess.Process | None = None
+        self._writing = -1
 
     async def start(self) -> None:
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "qerld_service.guard",
-            str(self._grace),
-            stdin=asyncio.subprocess.PIPE,
-            start_new_session=True,
-        )
+        reading, self._writing = os.pipe()
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "qerld_service.guard", str(self._grace), stdin=reading, start_new_session=True
+            )
+        finally:
+            os.close(reading)
 
     def watch(self, pid: int) -> None:
-        self._tell(f"+{pid}\n")
+        os.write(self._writing, f"+{pid}\n".encode())
 
     def forget(self, pid: int) -> None:
-        self._tell(f"-{pid}\n")
+        os.write(self._writing, f"-{pid}\n".encode())
 
     async def stop(self) -> None:
-        if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.close()
+        if self._process is not None:
+            os.close(self._writing)
             await self._process.wait()
-
-    def _tell(self, line: str) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        self._process.stdin.write(line.encode())
 
 
 class Supervisor:
@@ -216,7 +210,7 @@ class Supervisor:
         return {name: child.info for name, child in self.children.items()}
 
 
-async def start_process(spec: ChildSpec) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader]:
+async def start_process(spec: ChildSpec, guard: Guard) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader]:
     """Start a child as the leader of its own session; returns it and its standard output and error in one stream.
 
     The pipe is ours: with asyncio's own, waiting for the child would also wait for grandchildren that hold its end.
@@ -234,11 +228,17 @@ async def start_process(spec: ChildSpec) -> tuple[asyncio.subprocess.Process, as
             stderr=writing,
             env={**os.environ, "PYTHONUNBUFFERED": "1", **spec.env},
             start_new_session=True,
-            preexec_fn=lambda: die_with(supervisor),
+            preexec_fn=lambda: enrol(supervisor, guard),
         )
     finally:
         os.close(writing)
     return process, output
+
+
+def enrol(supervisor: int, guard: Guard) -> None:
+    """In the child, before exec: the supervisor may be killed before it could tell the guard of us."""
+    guard.watch(os.getpid())
+    die_with(supervisor)
 
 
 def die_with(parent: int) -> None:
