@@ -40,7 +40,7 @@ def set_environment(on_cpu: bool, cpu_kv_cache_gib: int) -> None:
 
 @cache
 def register() -> None:
-    """Norms with noise by adapter slot, on the CPU NVFP4 weights, and an engine core that ends with its parent.
+    """Norms with noise by adapter slot, on the CPU NVFP4 weights and LoRA, an engine core that ends with its parent.
 
     Called more than once a process: by vLLM's plugin loader and by `qerld_service.worker`.
     """
@@ -55,9 +55,11 @@ def register() -> None:
 
     register_norms()
     if current_platform.is_cpu():
+        from qerld_service.cpu_lora import register_cpu_lora
         from qerld_service.nvfp4_scheme import register_nvfp4
 
         register_nvfp4()
+        register_cpu_lora()
 
 
 def _end_with(parent: int) -> None:
