@@ -56,11 +56,17 @@ def trainer_groups(data: BatchData) -> list[Group]:
 
 def _rollout(record: RolloutRecord, reward: float) -> Rollout:
     version = min(span.version for span in record.spans if not span.environment)
-    return Rollout(record.rollout_id, list(record.completion_ids), list(record.logprobs), reward, version)
+    ids, logprobs = list(record.completion_ids), list(record.logprobs)
+    return Rollout(record.rollout_id, ids, logprobs, reward, version, trainable_mask(record))
+
+
+def trainable_mask(record: RolloutRecord) -> list[bool] | None:
+    """Return the trainer's mask of a rollout: None, which costs nothing, when the policy made all of it."""
+    return list(record.trainable) if any(span.environment for span in record.spans) else None
 
 
 def lags(data: BatchData) -> list[int]:
-    """Return the lag of every span of the batch, in learner steps."""
+    """Return the lag of every span that a policy made, in learner steps."""
     parent = data.made_at_step[data.batch.parent]
     spans = [span for group in data.groups for record in group for span in record.spans if not span.environment]
     return [lag(parent, data.made_at_step[span.version]) for span in spans]
@@ -75,7 +81,7 @@ def report_metrics(
     """
     found = lags(data)
     rollouts = [record for group in data.groups for record in group]
-    tokens = float(sum(len(record.completion_ids) for record in rollouts))
+    tokens = float(sum(record.trainable_tokens for record in rollouts))
     truncated = sum(record.finish_reason == "length" for record in rollouts)
     return {
         "tokens": tokens,
@@ -84,7 +90,7 @@ def report_metrics(
         "rollouts": float(len(rollouts)),
         "groups": float(len(data.groups)),
         "truncated_share": truncated / len(rollouts),
-        "completion_length_mean": tokens / len(rollouts),
+        "completion_length_mean": sum(len(record.completion_ids) for record in rollouts) / len(rollouts),
         "lag_mean": sum(found) / len(found),
         "lag_max": float(max(found)),
         "sigma": sigma,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 
 from sqlalchemy import Connection
@@ -20,6 +20,7 @@ from .records import (
     RunRecord,
     RunState,
     SampleEvent,
+    SegmentSpec,
     SpanRecord,
     TrajectorySpec,
 )
@@ -186,24 +187,35 @@ def _store_import(
     trajectories: Sequence[TrajectorySpec],
     noises: dict[int, NoiseRecord],
 ) -> str:
-    newest = max(segment.version for trajectory in trajectories for segment in trajectory.segments)
+    newest = max(s.version for trajectory in trajectories for s in trajectory.segments if s.trainable)
     group_id = stored.add_group(connection, run.name, prompt, run.config.reward_deadline, newest, GroupState.SAMPLING)
     for rollout_id, trajectory in zip(rollout_ids(group_id, len(trajectories)), trajectories, strict=True):
-        spans, begin = [], 0
-        for segment in trajectory.segments:
-            end = begin + len(segment.ids)
-            spans.append(SpanRecord(begin, end, segment.version, noises[segment.version]))
-            begin = end
         sampled = Sampled(
             rollout_id,
             tuple(token for segment in trajectory.segments for token in segment.ids),
-            tuple(value for segment in trajectory.segments for value in segment.logprobs),
-            tuple(spans),
+            tuple(value for segment in trajectory.segments for value in _aligned_logprobs(segment)),
+            tuple(_spans(trajectory, noises)),
             trajectory.finish_reason,
-            turns=len(trajectory.segments),
+            turns=sum(segment.trainable for segment in trajectory.segments),
         )
         stored.store_sampled(connection, sampled)
     return group_id
+
+
+def _aligned_logprobs(segment: SegmentSpec) -> tuple[float, ...]:
+    # One entry a token everywhere, so that nobody has to count: what the environment says is given, probability 1.
+    return segment.logprobs if segment.trainable else (0.0,) * len(segment.ids)
+
+
+def _spans(trajectory: TrajectorySpec, noises: dict[int, NoiseRecord]) -> Iterator[SpanRecord]:
+    begin = 0
+    for segment in trajectory.segments:
+        end = begin + len(segment.ids)
+        if segment.trainable:
+            yield SpanRecord(begin, end, segment.version, noises[segment.version])
+        else:
+            yield SpanRecord(begin, end, 0, NoiseRecord(), environment=True)
+        begin = end
 
 
 def require_running(run: RunRecord) -> None:
@@ -260,13 +272,15 @@ def check_trajectories(
 
 def _wrong_segments(path: str, trajectory: TrajectorySpec, versions: dict[int, NoiseRecord]) -> list[Violation]:
     wrong = []
-    if not any(segment.ids for segment in trajectory.segments):
-        wrong.append(Violation(f"{path}.segments", "must hold at least one token, got none"))
+    if not any(segment.trainable and segment.ids for segment in trajectory.segments):
+        text = "must hold at least one trainable token, got none: without one there is nothing to train; leave it out"
+        wrong.append(Violation(f"{path}.segments", text))
     for number, segment in enumerate(trajectory.segments):
         at = f"{path}.segments[{number}]"
         if not segment.trainable:
-            text = "must be true: this version trains on the policy's own tokens only; leave tool output to the prompt"
-            wrong.append(Violation(f"{at}.trainable", text))
+            if segment.logprobs:
+                text = f"must be empty, the environment has no policy to ask, got {len(segment.logprobs)}; leave it out"
+                wrong.append(Violation(f"{at}.logprobs", text))
             continue
         if len(segment.logprobs) != len(segment.ids):
             text = f"must be one a token, {len(segment.ids)}, got {len(segment.logprobs)}"

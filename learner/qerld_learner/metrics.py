@@ -28,6 +28,7 @@ STEP_GAUGES: dict[str, str] = {
     "entropy": "Mean entropy of the policy at completion tokens, nats.",
     "mismatch_kl": "KL divergence between the server that sampled, noise included, and the trainer, nats a token.",
     "logprob_gap": "Mean |difference| of log-probabilities between servers and trainer, without noise, nats a token.",
+    "behaviour_gap": "The same of trained rollouts, under the versions, noise and temperature that sampled them.",
     "ratio_mean": "Mean importance ratio.",
     "clipped_share": "Share of tokens whose ratio was clipped.",
     "grad_norm": "Gradient norm before clipping.",

@@ -2,7 +2,8 @@
 
 The canary scores a few rollouts of the batch that made the version, without noise and at temperature 1, once by the
 trainer and once by every server that has it. A server that differs is quarantined; when none agrees, the version is
-rolled back: a new version republishes its parent's weights.
+rolled back: a new version republishes its parent's weights. While the servers load, the trainer scores the same
+rollouts under the versions that sampled them (`behaviour_gap`).
 """
 
 from __future__ import annotations
@@ -20,12 +21,11 @@ from sqlalchemy import Connection
 
 from .records import RolloutRecord, RunRecord, RunState, StepReport, VersionRecord, VersionState
 from .replicas import Replica, ReplicaLostError
-from .run_options import canary_tolerance, trainer_config
+from .run_options import canary_tolerance
+from .scoring import behaviour_gap, mean_gap, policy_logprobs, trainer_scores
 from .shared import Shared
 from .store import runs, steps
 from .store.rewards import Closed
-from .trainer.messages import Score, Scores
-from .trainer.messages import Sequence as TokenSequence
 from .versions import publish_desired
 
 _log = logging.getLogger(__name__)
@@ -52,6 +52,7 @@ class Promotion:
         run = await self._shared.store.read(lambda connection: runs.find_run(connection, self._run))
         begun = time.time()
         await publish_desired(self._shared)
+        behaviour = await behaviour_gap(self._shared, run, probes)
         ready = await self._loaded(staged)
         loaded = time.time()
         if staged.state is VersionState.STAGED:
@@ -65,6 +66,8 @@ class Promotion:
             "swap_seconds": max((r.load_seconds(self._run, staged.version) for r in ready), default=0.0),
             "promote_wait_seconds": loaded - begun,
         }
+        if behaviour is not None:
+            extra["behaviour_gap"] = behaviour
         if verdict.passed:
             await self._go_live(staged, extra, time.time() - begun)
         else:
@@ -105,7 +108,7 @@ class Promotion:
         ]
         if not ready:
             return Verdict(math.inf, False, tuple(refusals))
-        ours = await self._trainer_scores(run, folder, probes)
+        ours = await trainer_scores(self._shared, run, folder, probes)
         tolerance = canary_tolerance(run.config, self._shared.options.dtype)
         gaps = await asyncio.gather(*(self._gap(replica, staged.version, probes, ours) for replica in ready))
         return self._judge(list(zip(ready, gaps, strict=True)), tolerance, refusals)
@@ -124,15 +127,6 @@ class Promotion:
         gap = max(good) if good else max((gap for _r, gap in bad), default=0.0)
         return Verdict(gap, passed, tuple(refusals + failures))
 
-    async def _trainer_scores(self, run: RunRecord, folder: Path, probes: Sequence[RolloutRecord]) -> list[list[float]]:
-        if not probes:
-            return []
-        sequences = [TokenSequence(list(p.prompt_ids), list(p.completion_ids)) for p in probes]
-        request = Score(self._run, trainer_config(run.config, self._shared.options), str(folder), sequences)
-        reply = await self._shared.trainer.call(request, attempts=self._shared.options.trainer_attempts)
-        assert isinstance(reply, Scores)
-        return reply.logprobs
-
     async def _gap(
         self, replica: Replica, version: int, probes: Sequence[RolloutRecord], ours: list[list[float]]
     ) -> float | None:
@@ -144,7 +138,8 @@ class Promotion:
         except (grpc.aio.AioRpcError, ReplicaLostError) as error:
             _log.warning("policy server %s did not answer the canary: %s", replica.hello.replica_id, error)
             return None
-        return mean_gap(ours, theirs)
+        # A server scores every token of a completion.
+        return mean_gap(ours, [policy_logprobs(probe, one) for probe, one in zip(probes, theirs, strict=False)])
 
     async def _go_live(self, staged: VersionRecord, extra: dict[str, float], seconds: float) -> None:
         def mutation(connection: Connection) -> StepReport | None:
@@ -201,12 +196,3 @@ class Promotion:
         pulse.live.notify()
         pulse.work.notify()
         await publish_desired(self._shared)
-
-
-def mean_gap(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> float:
-    """Return the mean |difference| over all tokens, in nats; infinite when shapes differ or one is not finite."""
-    if [len(one) for one in ours] != [len(one) for one in theirs]:
-        return math.inf
-    gaps = [abs(a - b) for one, other in zip(ours, theirs, strict=True) for a, b in zip(one, other, strict=True)]
-    gap = sum(gaps) / len(gaps) if gaps else 0.0
-    return gap if math.isfinite(gap) else math.inf

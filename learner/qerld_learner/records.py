@@ -92,7 +92,10 @@ class NoiseRecord:
 
 @dataclass(frozen=True)
 class SpanRecord:
-    """Tokens [begin, end) of a completion were made by `version` under `noise`, or by the environment."""
+    """Tokens [begin, end) of a completion were made by `version` under `noise`.
+
+    With `environment` they were made by no policy (version 0, no noise): context of what follows, never trained.
+    """
 
     begin: int
     end: int
@@ -202,6 +205,8 @@ class GroupRecord:
 
 @dataclass(frozen=True)
 class RolloutRecord:
+    """A rollout; `logprobs` has one entry a completion token, 0 where the environment made it."""
+
     rollout_id: str
     group_id: str
     run: str
@@ -216,6 +221,16 @@ class RolloutRecord:
     labels: Mapping[str, str]
     finished_at: float | None
     reward_deadline: float | None
+
+    @property
+    def trainable(self) -> tuple[bool, ...]:
+        """Whether the policy made each completion token."""
+        return tuple(not span.environment for span in self.spans for _ in range(span.begin, span.end))
+
+    @property
+    def trainable_tokens(self) -> int:
+        """Number of completion tokens that the policy made."""
+        return sum(self.trainable)
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ class LearnerSettings(BaseSettings):
 
         _refuse_unknown_variables(cls.model_fields)
         try:
-            return Layered(**given)  # type: ignore[no-any-return]
+            return Layered(**given)
         except ValidationError as error:
             raise SettingsError("\n".join(_problem(dict(entry)) for entry in error.errors())) from error
 

@@ -44,7 +44,7 @@ def span(record: records.SpanRecord) -> common_pb2.Span:
         begin=record.begin,
         end=record.end,
         version=record.version,
-        noise=noise(record.noise),
+        noise=None if record.environment else noise(record.noise),
         environment=record.environment,
     )
 

@@ -168,8 +168,8 @@ def _trajectory(
         _segment(checks, item, tokenizer, f"{field}.segments[{i}]") for i, item in enumerate(message.segments)
     )
     total = sum(len(segment.ids) for segment in segments)
-    if not any(segment.trainable for segment in segments):
-        checks.add(f"{field}.segments", "must have at least one trainable segment; mark what the policy made")
+    if not any(segment.trainable and segment.ids for segment in segments):
+        checks.add(f"{field}.segments", "must have at least one trainable token, got none; mark what the policy made")
     if total > room:
         checks.add(f"{field}.segments", f"must have at most {room} tokens after the prompt, got {total}; shorten it")
     if message.finish_reason == common_pb2.FINISH_REASON_UNSPECIFIED:

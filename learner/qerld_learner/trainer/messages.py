@@ -88,13 +88,18 @@ class TrainerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Rollout(msgspec.Struct, frozen=True):
-    """One sampled completion; `logprobs` are the behaviour's, one a completion token; `version` made it."""
+    """One sampled completion; `logprobs` are the behaviour's, one a completion token; `version` made it.
+
+    `trainable`: whether the policy made each completion token (None: all of them). The environment's tokens are context
+    of what follows and nothing else: no loss, no metric and no count sees them, nor their `logprobs`.
+    """
 
     rollout_id: str
     completion_ids: list[int]
     logprobs: list[float]
     reward: float
     version: int
+    trainable: list[bool] | None = None
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -106,10 +111,11 @@ class Group(msgspec.Struct, frozen=True):
 
 
 class Sequence(msgspec.Struct, frozen=True):
-    """A prompt and the completion whose tokens are to be scored."""
+    """A prompt and the completion whose tokens are to be scored; `trainable` as in `Rollout`: others are context."""
 
     prompt_ids: list[int]
     completion_ids: list[int]
+    trainable: list[bool] | None = None
 
 
 class NoiseSpec(msgspec.Struct, frozen=True):
@@ -194,7 +200,7 @@ class StepResult(msgspec.Struct, frozen=True, tag=True):
 
 
 class Scores(msgspec.Struct, frozen=True, tag=True):
-    """Answer to `Score`: one list a sequence, one number a completion token."""
+    """Answer to `Score`: one list a sequence, one number a trainable token."""
 
     logprobs: list[list[float]]
 

@@ -1,6 +1,6 @@
 """Policy objectives: ratio × clip × aggregation × correction, each a pure function in a table.
 
-Legend: T tokens of a micro-batch (completion tokens only, rollout after rollout), R rollouts. π: the policy being
+Legend: T tokens of a micro-batch (trainable ones only, rollout after rollout), R rollouts. π: the policy being
 trained, μ: the behaviour that sampled, A: advantage. The loss of a step is Σ_t weight_t · term_t over all its
 micro-batches, where the weights of the whole step are fixed beforehand: accumulation is exact whatever the split.
 """

@@ -5,13 +5,13 @@ forward pass. A node sees its ancestors and itself, and its position is its dept
 computed as the plain sequence would be. In depth-first order the descendants of node j are the rows [j, end_j): row i
 attends to row j exactly when j ≤ i < end_j, and one integer a row describes the whole mask.
 
-Legend: T nodes, P distinct scored (node, target) pairs, N nodes with at least one target. The last token of a
-completion predicts nothing that is scored, so it is never a node.
+Legend: T nodes, P distinct scored (node, target) pairs, N nodes with at least one target. Tokens from the last scored
+one of a completion on predict nothing that is scored, so they are never nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -19,20 +19,28 @@ from torch import Tensor
 
 
 class PackingError(ValueError):
-    """A sequence cannot be scored: its prompt or its completion is empty."""
+    """A sequence cannot be scored: a part of it is empty, or its mask does not fit."""
 
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """A prompt and a completion, both non-empty."""
+    """A prompt and a completion, both non-empty; `trainable` marks the tokens to score, at least one (None: all)."""
 
     prompt_ids: Sequence[int]
     completion_ids: Sequence[int]
+    trainable: Sequence[bool] | None = None
+
+    @property
+    def scored(self) -> Sequence[int]:
+        """Positions in the completion of the tokens to score, ascending."""
+        if self.trainable is None:
+            return range(len(self.completion_ids))
+        return [position for position, wanted in enumerate(self.trainable) if wanted]
 
     @property
     def inputs(self) -> tuple[int, ...]:
-        """Tokens whose hidden states are needed: everything except the last completion token."""
-        return (*self.prompt_ids, *self.completion_ids[:-1])
+        """Tokens whose hidden states are needed: everything before the last token to score."""
+        return (*self.prompt_ids, *self.completion_ids[: max(self.scored, default=0)])
 
 
 @dataclass(frozen=True)
@@ -40,7 +48,8 @@ class PrefixTree:
     """One micro-batch.
 
     input_ids, positions, ends: int64 [T]; rows: int64 [N], nodes whose logits are needed; pair_row, pair_target: int64
-    [P], index into `rows` and the token scored there; `spans[i]`: the pair of each token of sequence `members[i]`.
+    [P], index into `rows` and the token scored there; `spans[i]`: the pairs of the scored tokens of sequence
+    `members[i]`.
     """
 
     input_ids: Tensor
@@ -88,10 +97,11 @@ class _Builder:
             self.ends[node] = len(self.ids)
         del self.path[depth:]
 
-    def score(self, first: int, targets: Sequence[int]) -> list[int]:
+    def score(self, targets: Iterable[tuple[int, int]]) -> list[int]:
+        """Return the pair of each (depth of the node that predicts, token)."""
         pairs = []
-        for offset, target in enumerate(targets):
-            node = self.path[first + offset]
+        for depth, target in targets:
+            node = self.path[depth]
             self.row_of.setdefault(node, len(self.row_of))
             pairs.append(self.pair_of.setdefault((node, target), len(self.pair_of)))
         return pairs
@@ -110,9 +120,10 @@ def build_tree(sequences: Sequence[TokenSequence], members: Sequence[int] | None
     builder, spans, plain = _Builder(), [], 0
     for index in chosen:
         _check(index, sequences[index])
-        inputs = sequences[index].inputs
+        inputs, before = sequences[index].inputs, len(sequences[index].prompt_ids) - 1
         builder.add(inputs, common_prefix(previous, inputs))
-        spans.append(builder.score(len(sequences[index].prompt_ids) - 1, sequences[index].completion_ids))
+        completion = sequences[index].completion_ids
+        spans.append(builder.score((before + position, completion[position]) for position in sequences[index].scored))
         previous, plain = inputs, plain + len(inputs)
     builder.close(0)
     return PrefixTree(
@@ -166,3 +177,12 @@ def _check(index: int, sequence: TokenSequence) -> None:
             raise PackingError(
                 f"sequence {index}: {name} must hold at least one token, got 0; drop the rollout instead"
             )
+    if sequence.trainable is None:
+        return
+    if len(sequence.trainable) != len(sequence.completion_ids):
+        raise PackingError(
+            f"sequence {index}: trainable must hold one entry a completion token ({len(sequence.completion_ids)}), "
+            f"got {len(sequence.trainable)}"
+        )
+    if not any(sequence.trainable):
+        raise PackingError(f"sequence {index}: trainable must mark at least one token, got 0; drop the rollout instead")

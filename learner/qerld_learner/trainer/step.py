@@ -30,10 +30,14 @@ class BatchError(ValueError):
 
 @dataclass(frozen=True)
 class Batch:
-    """The rollouts of a step, flattened: R rollouts, `rollout_advantages` and `weights` fp32 [R]."""
+    """The rollouts of a step, flattened: R rollouts, `rollout_advantages` and `weights` fp32 [R].
+
+    `behaviour`: the behaviour's log-probabilities of each rollout's trainable tokens.
+    """
 
     rollouts: list[Rollout]
     sequences: list[TokenSequence]
+    behaviour: list[list[float]]
     rollout_advantages: Tensor
     weights: Tensor
     mixed_groups: int
@@ -42,7 +46,7 @@ class Batch:
 
 @dataclass
 class Tally:
-    """Per-token results of the whole step, one tensor a rollout, without gradient."""
+    """Results at the trainable tokens of the whole step, one tensor a rollout, without gradient."""
 
     loss: float = 0.0
     logprobs: dict[int, Tensor] = field(default_factory=dict)
@@ -80,11 +84,15 @@ def make_batch(groups: list[Group], config: AlgorithmConfig, vocab_size: int) ->
         for rollout in group.rollouts:
             _check_rollout(group, rollout, vocab_size)
             rollouts.append(rollout)
-            sequences.append(TokenSequence(group.prompt_ids, rollout.completion_ids))
-    lengths = torch.tensor([len(rollout.completion_ids) for rollout in rollouts], dtype=torch.float64)
+            sequences.append(TokenSequence(group.prompt_ids, rollout.completion_ids, rollout.trainable))
+    behaviour = [
+        [rollout.logprobs[position] for position in sequence.scored]
+        for rollout, sequence in zip(rollouts, sequences, strict=True)
+    ]
+    lengths = torch.tensor([len(values) for values in behaviour], dtype=torch.float64)
     weights = objectives.AGGREGATIONS[config.aggregation](lengths)
     flat = torch.from_numpy(np.concatenate(values))
-    return Batch(rollouts, sequences, flat.float(), weights.float(), mixed, len(groups))
+    return Batch(rollouts, sequences, behaviour, flat.float(), weights.float(), mixed, len(groups))
 
 
 def train_step(
@@ -134,7 +142,7 @@ def load_weights(masters: dict[str, torch.nn.Parameter], weights: dict[str, Tens
 def token_logprobs(
     model: BaseModel, sequences: list[TokenSequence], token_budget: int, temperature: float, report: Report
 ) -> list[list[float]]:
-    """Return the log-probability of each completion token of each sequence under the loaded weights."""
+    """Return the log-probability of each trainable token of each sequence under the loaded weights."""
     scores: list[list[float]] = [[] for _ in sequences]
     trees = pack(sequences, token_budget)
     with torch.no_grad():
@@ -185,7 +193,7 @@ def micro_batch(
 def _token_batch(batch: Batch, tree: PrefixTree, logprobs: Tensor, reference: Tensor | None) -> TokenBatch:
     device = logprobs.device
     lengths = torch.tensor([len(span) for span in tree.spans])
-    behaviour = [value for member in tree.members for value in batch.rollouts[member].logprobs]
+    behaviour = [value for member in tree.members for value in batch.behaviour[member]]
     return TokenBatch(
         logprobs=logprobs,
         behaviour=torch.tensor(behaviour, dtype=torch.float32, device=device),
@@ -239,7 +247,7 @@ def _metrics(config: TrainerConfig, batch: Batch, tally: Tally, trees: list[Pref
         name: torch.cat([getattr(tally, name)[i] for i in order])
         for name in ("logprobs", "entropy", "ratio", "clipped")
     }
-    behaviour = torch.tensor([value for rollout in batch.rollouts for value in rollout.logprobs])
+    behaviour = torch.tensor([value for values in batch.behaviour for value in values])
     rewards = np.asarray([rollout.reward for rollout in batch.rollouts])
     metrics = objectives.mismatch_metrics(flat["logprobs"], behaviour)
     metrics |= {
@@ -282,11 +290,20 @@ def _check_rollout(group: Group, rollout: Rollout, vocab_size: int) -> None:
             f"{where}: logprobs must hold one number a completion token ({len(rollout.completion_ids)}), "
             f"got {len(rollout.logprobs)}"
         )
+    if rollout.trainable is not None:
+        _check_mask(where, rollout.trainable, len(rollout.completion_ids))
     if not all(math.isfinite(value) for value in rollout.logprobs):
         raise BatchError(f"{where}: logprobs must be finite; the sampler returned NaN or −∞, drop the rollout")
     low, high = min(*group.prompt_ids, *rollout.completion_ids), max(*group.prompt_ids, *rollout.completion_ids)
     if low < 0 or high >= vocab_size:
         raise BatchError(f"{where}: token ids must be in [0, {vocab_size}), got {low if low < 0 else high}")
+
+
+def _check_mask(where: str, trainable: list[bool], length: int) -> None:
+    if len(trainable) != length:
+        raise BatchError(f"{where}: trainable must hold one entry a completion token ({length}), got {len(trainable)}")
+    if not any(trainable):
+        raise BatchError(f"{where}: trainable must mark at least one token, got 0; drop the rollout")
 
 
 class Clock:

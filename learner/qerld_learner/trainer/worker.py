@@ -104,9 +104,9 @@ class Worker:
 
     def _score(self, request: Score) -> Scores:
         model = self._prepare(request.config)
-        state = self._state(Path(request.version_dir), request.config)
+        state = self._state(Path(request.version_dir), request.config, keep=False)
         step.load_weights(self._masters, state.weights)
-        sequences = [TokenSequence(s.prompt_ids, s.completion_ids) for s in request.sequences]
+        sequences = [TokenSequence(s.prompt_ids, s.completion_ids, s.trainable) for s in request.sequences]
         with model.noise(request.noise):
             budget = request.config.token_budget
             return Scores(step.token_logprobs(model, sequences, budget, request.temperature, self._progress))
@@ -126,13 +126,17 @@ class Worker:
             self._shape = shape
         return self._base
 
-    def _state(self, folder: Path, config: TrainerConfig) -> AdapterState:
-        """Return a version's state: from memory when it is the last one, by the digests in its state.json."""
+    def _state(self, folder: Path, config: TrainerConfig, *, keep: bool = True) -> AdapterState:
+        """Return a version's state: from memory when it is the last one, by the digests in its state.json.
+
+        `keep=False` leaves the last one in memory: scoring an older version must not cost the next step its parent.
+        """
         if self._last is not None and checkpoint.read_index(folder, config) == self._last[0]:
             return self._last[1]
         state, index = checkpoint.read_version(folder, config, torch.device(config.device))
         lora.check_weights(self._masters, state.weights)
-        self._last = (index, state)
+        if keep:
+            self._last = (index, state)
         return state
 
     def _progress(self, phase: str, done: int, total: int) -> None:

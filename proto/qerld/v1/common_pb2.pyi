@@ -178,12 +178,14 @@ class Span(_message.Message):
     end: _builtins.int
     """One past the last token of the stretch."""
     version: _builtins.int
-    """Version that made the tokens."""
+    """Version that made the tokens; 0 when the environment made them."""
     environment: _builtins.bool
-    """The environment made these tokens, not the policy (imported trajectories): they are context and never trained."""
+    """The environment made these tokens, not the policy (imported trajectories): they are context of what follows and
+    never trained, scored or counted.
+    """
     @_builtins.property
     def noise(self) -> Global___Noise:
-        """Noise that the version was served with."""
+        """Noise that the version was served with; unset when the environment made the tokens."""
 
     def __init__(
         self,
@@ -427,11 +429,13 @@ class Rollout(_message.Message):
 
     @_builtins.property
     def completion(self) -> Global___TokenIds:
-        """Completion ids, with the end-of-sequence token when it was sampled."""
+        """Completion ids, with the end-of-sequence token when it was sampled. Imported: all segments, the environment's too."""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Log-probability of each completion token under the policy and temperature that sampled it."""
+        """Log-probability of each completion token under the policy and temperature that sampled it, one a token; 0 for the
+        tokens of the environment.
+        """
 
     @_builtins.property
     def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___Span]:

@@ -448,7 +448,7 @@ class ScoredItem(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """One a completion token."""
+        """One a completion token, whoever made it: a caller leaves out what it does not compare."""
 
     def __init__(
         self,

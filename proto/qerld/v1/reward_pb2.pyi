@@ -229,7 +229,7 @@ class Outcome(_message.Message):
 
     @_builtins.property
     def token_rewards(self) -> Global___Values:
-        """Rewards by token; as many as the completion has tokens."""
+        """Rewards by token; as many as the completion has tokens, the environment's included."""
 
     @_builtins.property
     def error(self) -> Global___OutcomeError:

@@ -392,7 +392,7 @@ Global___SubmitPromptsResponse: _TypeAlias = SubmitPromptsResponse  # noqa: Y015
 
 @_typing.final
 class Segment(_message.Message):
-    """Segment is a stretch of an imported trajectory."""
+    """Segment is a stretch of an imported trajectory, for example one turn of the policy or the answer of a tool."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -401,7 +401,9 @@ class Segment(_message.Message):
     TRAINABLE_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     trainable: _builtins.bool
-    """Whether the policy made these tokens (true), or the environment did."""
+    """Whether the policy made these tokens (true), or the environment did (false): then they are context of what follows,
+    and no loss, metric or count of training sees them.
+    """
     version: _builtins.int
     """Version that made the tokens; ignored when not trainable."""
     @_builtins.property
@@ -410,7 +412,9 @@ class Segment(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Behaviour log-probabilities, one a token; empty when not trainable."""
+        """Behaviour log-probabilities, one a token; empty when not trainable. The stored rollout has 0 for such tokens, so
+        that its log-probabilities stay aligned with its completion.
+        """
 
     def __init__(
         self,
@@ -440,7 +444,7 @@ class Trajectory(_message.Message):
     """Why it ended."""
     @_builtins.property
     def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___Segment]:
-        """Segments after the prompt, in order."""
+        """Segments after the prompt, in order; at least one token must be trainable."""
 
     def __init__(
         self,

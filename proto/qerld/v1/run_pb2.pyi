@@ -1009,8 +1009,12 @@ class RunReport(_message.Message):
     """State of the run after the step."""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Numbers by name: "reward_mean", "reward_std", "entropy", "mismatch_kl", "logprob_gap", "ratio_mean", "clipped_share",
-        "grad_norm", "loss", "lag_mean", "lag_max", "sigma", "tokens", "tokens_computed", "groups_zero_variance" and others.
+        """Numbers by name: "reward_mean", "reward_std", "entropy", "mismatch_kl", "logprob_gap", "behaviour_gap",
+        "ratio_mean", "clipped_share", "grad_norm", "loss", "lag_mean", "lag_max", "sigma", "tokens", "tokens_computed",
+        "groups_zero_variance" and others. Tokens are the policy's own; those of an environment are not counted.
+        "logprob_gap" and "behaviour_gap" are mean |differences| of log-probabilities between policy servers and trainer on
+        a few rollouts of the batch, in nats a token: the new version without noise (the canary), and the versions that
+        sampled the rollouts under their own noise and the run's temperature.
         """
 
     @_builtins.property
