@@ -9,7 +9,17 @@ from hypothesis import strategies as st
 from qerld_learner.trainer.packing import PackingError, PrefixTree, TokenSequence, build_tree, pack, tree_mask
 
 ids = st.lists(st.integers(0, 3), min_size=1, max_size=6)
-batches = st.lists(st.builds(TokenSequence, ids, ids), min_size=1, max_size=8)
+
+
+@st.composite
+def token_sequences(draw: st.DrawFn) -> TokenSequence:
+    """With a mask or without; a mask marks at least one token."""
+    prompt, completion = draw(ids), draw(ids)
+    masks = st.lists(st.booleans(), min_size=len(completion), max_size=len(completion)).filter(any)
+    return TokenSequence(prompt, completion, draw(st.none() | masks))
+
+
+batches = st.lists(token_sequences(), min_size=1, max_size=8)
 
 
 def path_to(tree: PrefixTree, node: int) -> list[int]:
@@ -25,9 +35,11 @@ def path_to(tree: PrefixTree, node: int) -> list[int]:
 def test_each_scored_token_sees_exactly_its_own_prefix(sequences: list[TokenSequence]) -> None:
     tree = build_tree(sequences)
     for member, span in zip(tree.members, tree.spans, strict=True):
-        whole = [*sequences[member].prompt_ids, *sequences[member].completion_ids]
-        for offset, pair in enumerate(span):
-            position = len(sequences[member].prompt_ids) + offset
+        sequence = sequences[member]
+        whole = [*sequence.prompt_ids, *sequence.completion_ids]
+        wanted = sequence.trainable or [True] * len(sequence.completion_ids)
+        positions = [len(sequence.prompt_ids) + offset for offset, one in enumerate(wanted) if one]
+        for position, pair in zip(positions, span, strict=True):
             assert int(tree.pair_target[pair]) == whole[position]
             assert path_to(tree, int(tree.rows[tree.pair_row[pair]])) == whole[:position]
 
@@ -55,6 +67,21 @@ def test_shared_prompt_and_shared_system_prefix_are_counted_once() -> None:
     system = list(range(10))
     sequences = [TokenSequence([*system, 20 + g, 30 + g], [40 + r, 50 + r, 60 + r]) for g in range(2) for r in range(3)]
     assert build_tree(sequences).tokens == 10 + 2 * 2 + 6 * 2
+
+
+def test_only_predecessors_of_trainable_tokens_have_logits_and_nothing_behind_them_is_computed() -> None:
+    policy, environment = [True, True], [False, False, False]
+    sequence = TokenSequence([1, 2], [3, 4, 5, 6, 7, 8, 9, 5, 5, 5], [*policy, *environment, *policy, *environment])
+    tree = build_tree([sequence])
+    assert tree.input_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert tree.rows.tolist() == [1, 2, 6, 7]
+    assert tree.pair_target.tolist() == [3, 4, 8, 9]
+
+
+@pytest.mark.parametrize(("mask", "text"), [([True], "one entry a completion token"), ([False] * 2, "at least one")])
+def test_masks_that_do_not_fit_are_refused(mask: list[bool], text: str) -> None:
+    with pytest.raises(PackingError, match=f"sequence 0: trainable must .*{text}"):
+        build_tree([TokenSequence([1], [2, 3], mask)])
 
 
 def test_window_limits_how_far_back_a_node_sees() -> None:

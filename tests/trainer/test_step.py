@@ -202,6 +202,8 @@ def test_training_one_run_leaves_another_bit_equal(config: TrainerConfig, tmp_pa
         ({"completion_ids": [96], "logprobs": [-1.0]}, r"token ids must be in \[0, 96\), got 96"),
         ({"completion_ids": [1], "logprobs": [float("nan")]}, "logprobs must be finite"),
         ({"reward": float("nan")}, "reward 0 of the group must be finite"),
+        ({"trainable": [True] * 20}, "g0r0: trainable must hold one entry a completion token"),
+        ({"completion_ids": [1], "logprobs": [-1.0], "trainable": [False]}, "trainable must mark at least one token"),
     ],
 )
 def test_bad_rollouts_are_refused_and_nothing_is_written(
