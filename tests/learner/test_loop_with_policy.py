@@ -13,14 +13,20 @@ from pathlib import Path
 import pytest
 from qerld_learner.api.server import running_server
 from qerld_learner.core import Learner
+from qerld_learner.errors import NotFoundError
 from qerld_learner.records import (
+    FinishReason,
     GroupOpened,
+    PromptSpec,
     ReceiptState,
     RolloutFinished,
     RolloutRecord,
     RunState,
+    SamplingSpec,
+    SegmentSpec,
     StepReport,
     TokenDelta,
+    TrajectorySpec,
     VersionState,
 )
 from qerld_learner.settings import LearnerSettings
@@ -28,7 +34,7 @@ from qerld_service.engine import PolicyEngine
 from qerld_service.policy import running_policy
 from qerld_service.settings import PolicySettings
 
-from .conftest import new_id, new_run, options_for, prompt, reward, until
+from .conftest import PROMPT_IDS, new_id, new_run, options_for, prompt, reward, trajectory, until
 
 pytestmark = pytest.mark.engine
 
@@ -116,6 +122,7 @@ async def test_versions_go_live_and_every_token_knows_its_version(loop: Loop) ->
     assert [(report.step, report.version) for report in reports] == [(1, 1), (2, 2), (3, 3)]
     assert [report.metrics["sigma"] for report in reports] == [0.0, 0.05, pytest.approx(0.01)]
     assert all(report.metrics["logprob_gap"] < 1e-3 for report in reports)
+    assert all(report.metrics["behaviour_gap"] < 1e-3 for report in reports)
     assert all(report.metrics["lag_max"] <= 2 for report in reports)
     record = await learner.get_run(run)
     assert (record.state, record.live_version) == (RunState.COMPLETED, 3)
@@ -130,6 +137,78 @@ async def test_versions_go_live_and_every_token_knows_its_version(loop: Loop) ->
             assert rollout.spans[-1].end == len(rollout.completion_ids) == len(rollout.logprobs)
             noise_of_version = {v.version: v.noise for v in versions}[rollout.spans[0].version]
             assert rollout.spans[0].noise.sigma == pytest.approx(noise_of_version.sigma)
+
+
+async def one_turn(learner: Learner, run: str, ids: tuple[int, ...]) -> RolloutRecord:
+    """One completion of the live version at temperature 0.8; its group never gets a reward."""
+    wanted = PromptSpec(ids, 2, SamplingSpec(temperature=0.8, max_tokens=6, seed=len(ids)))
+    return (await _all(learner, run, wanted))[0]
+
+
+async def several_turns(learner: Learner, run: str, tool_output: tuple[int, ...]) -> TrajectorySpec:
+    """What an agent does: the policy speaks, a tool answers, the policy goes on; each turn with its own numbers."""
+    first = await one_turn(learner, run, PROMPT_IDS)
+    second = await one_turn(learner, run, (*PROMPT_IDS, *first.completion_ids, *tool_output))
+    turns = [
+        SegmentSpec(turn.completion_ids, turn.logprobs, trainable=True, version=turn.spans[0].version)
+        for turn in (first, second)
+    ]
+    environment = SegmentSpec(tool_output, (), trainable=False, version=0)
+    return TrajectorySpec((turns[0], environment, turns[1], environment), FinishReason.STOP)
+
+
+async def test_the_trainer_agrees_with_the_noisy_server_on_several_turns(loop: Loop) -> None:
+    """A multi-turn rollout, sampled turn by turn under noise: only its own tokens are compared, trained and counted."""
+    learner = loop.learner
+    noise = {"noise_schedule": "exponential", "sigma_start": 0.05, "sigma_end": 0.05, "noise_stages": 2}
+    run = await new_run(learner, **noise, schedule_steps=2, groups_per_step=1, max_lag=4, temperature=0.8)
+
+    async def step(trajectories: list[TrajectorySpec], number: int) -> StepReport:
+        group = await learner.import_group(run, new_id(), "h", prompt(2), trajectories)
+        await learner.submit_outcomes(run, new_id(), "h", [reward(i, n) for n, i in enumerate(group.rollout_ids)])
+        async with asyncio.timeout(60):
+            return await anext(learner.watch_reports(run, number - 1))
+
+    async with loop.policy():
+        foreign = [await step([trajectory(11), trajectory(12)], number) for number in (1, 2)]
+        made = [await several_turns(learner, run, (40 + i, 50, 60)) for i in range(2)]
+        report = await step(made, 3)
+    assert {segment.version for one in made for segment in one.segments if segment.trainable} == {2}
+    assert [r.metrics["sigma"] for r in (*foreign, report)] == [0.0, 0.05, 0.05]
+    assert report.metrics["behaviour_gap"] < 1e-3
+    assert report.metrics["logprob_gap"] < 1e-3
+    # The loss is taken without noise, so the trainer's step saw what the noise did.
+    assert report.metrics["logprob_abs_diff"] > 10 * report.metrics["behaviour_gap"]
+    # Log-probabilities that nobody's sampler gave do not pass for the server's.
+    assert foreign[0].metrics["behaviour_gap"] > 0.1
+    policy_tokens = sum(len(s.ids) for one in made for s in one.segments if s.trainable)
+    assert report.metrics["tokens"] == report.metrics["completion_tokens"] == policy_tokens
+
+
+async def test_folders_of_old_versions_are_collected(
+    tiny_model: tuple[Path, Path], engine: PolicyEngine, tmp_path: Path
+) -> None:
+    options = options_for(tmp_path / "state", tiny_model[1], admission_timeout=20.0, keep_versions=1)
+    learner = await Learner.open(options)
+    settings = LearnerSettings(model=tiny_model[1], port=0, metrics_port=0)
+    async with running_server(learner, settings) as port:
+        loop = Loop(learner, port, tiny_model[1], engine, tmp_path)
+        run = await new_run(learner, max_lag=1, groups_per_step=1, max_steps=4)
+        async with loop.policy():
+            await train(learner, run, 4)
+
+            async def collected() -> bool:
+                found = {path.name for path in (tmp_path / "state" / "versions" / run).iterdir()}
+                return found == {"00000003", "00000004"}  # the newest, and what is within the lag
+
+            await until(collected)
+        with pytest.raises(NotFoundError, match="was collected"):
+            await learner.adapter_file(run, 2, "adapter_model.safetensors")
+        path, _ = await learner.adapter_file(run, 3, "adapter_model.safetensors")
+        assert path.is_file()
+        # The versions stay known: every token that they made names one.
+        assert [v.version for v in (await learner.list_versions(run, 0, ""))[0]] == [4, 3, 2, 1, 0]
+    await learner.close()
 
 
 async def test_sample_streams_replays_and_needs_no_client(loop: Loop) -> None:
