@@ -80,6 +80,10 @@ def test_spans_that_fit() -> None:
     check_spans(rollout([(0, 1, 1), (1, 3, 2)]), noises)
 
 
+def test_without_noise_the_seed_does_not_matter() -> None:
+    check_spans(rollout([(0, 3, 1)], 0.0), {1: common_pb2.Noise(sigma=0.0, seed=7, relative=True)})
+
+
 @pytest.mark.parametrize(
     ("spans", "sigma"),
     [([(0, 2, 1)], 0.1), ([(0, 3, 7)], 0.1), ([(1, 3, 1)], 0.1), ([], 0.1), ([(0, 3, 1)], 0.2)],

@@ -45,7 +45,8 @@ def check_spans(rollout: common_pb2.Rollout, noises: dict[int, common_pb2.Noise]
     """The spans cover the completion without gaps, and each names a version of the run with that version's noise."""
     at = 0
     for span in rollout.spans:
-        if span.begin != at or span.version not in noises or span.noise != noises[span.version]:
+        noise = noises.get(span.version)
+        if span.begin != at or noise is None or not same_noise(span.noise, noise):
             raise QuickstartError(f"rollout {rollout.rollout_id}: span {span} does not fit the run's versions")
         at = span.end
     if at != len(rollout.completion.ids) or at != len(rollout.logprobs):
@@ -53,6 +54,11 @@ def check_spans(rollout: common_pb2.Rollout, noises: dict[int, common_pb2.Noise]
             f"rollout {rollout.rollout_id}: spans cover {at} tokens, of {len(rollout.completion.ids)} tokens and "
             f"{len(rollout.logprobs)} log-probabilities"
         )
+
+
+def same_noise(first: common_pb2.Noise, second: common_pb2.Noise) -> bool:
+    """Whether both are the same noise; without any, the seed says nothing."""
+    return first == second or first.sigma == second.sigma == 0
 
 
 def list_versions(channel: grpc.Channel, run: str) -> Iterator[policy_pb2.PolicyVersion]:

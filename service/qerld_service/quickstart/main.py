@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -84,6 +85,8 @@ class Clock:
 def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     console = Console()
+    # As Ctrl-C: the processes that were started are stopped in order.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         summary = quickstart(options, console)
     except (QuickstartError, ModelPackageError, CheckpointError, QuantizationError, OSError) as error:
@@ -173,7 +176,9 @@ def serve_command(options: Options, model: Path, ready_file: Path) -> list[str]:
         command += [f"--{name}", "0"]
     for setting in ("max_model_len=512", "max_num_seqs=64", "max_lora_rank=16"):
         command += ["--policy", setting]
-    return [*command, "--learner", "cache_dequantized=true"]
+    for setting in ("cache_dequantized=true", "canary_probes=2"):
+        command += ["--learner", setting]
+    return command
 
 
 def create_run(channel: grpc.Channel, options: Options) -> None:
@@ -190,6 +195,8 @@ def create_run(channel: grpc.Channel, options: Options) -> None:
         group_size=8,
         groups_per_step=4,
         max_lag=MAX_LAG,
+        # Kept, so that the mean reward is that of all groups and not of the mixed ones alone; they add no gradient.
+        drop_zero_variance=False,
         max_tokens=MAX_TOKENS,
         max_steps=options.steps,
         seed=options.seed,
@@ -239,9 +246,9 @@ def summarise(options: Options, loop: Loop, clock: Clock) -> dict[str, Any]:
 
 def check_gap(series: Series) -> None:
     """Server and trainer must agree on the same tokens, version and noise."""
-    gap = series.mean("logprob_gap")
+    gap = series.mean("behaviour_gap")
     if gap is None:
-        raise QuickstartError("the learner reported no logprob_gap: server and trainer cannot be compared")
+        raise QuickstartError("the learner reported no behaviour_gap: server and trainer cannot be compared")
     if gap >= LARGEST_GAP:
         raise QuickstartError(
             f"server and trainer differ by {gap:.1e} a token on average, the limit is {LARGEST_GAP:g}: they do not "

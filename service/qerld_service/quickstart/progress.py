@@ -75,5 +75,5 @@ def line_of(report: run_pb2.RunReport) -> str:
     return (
         f"step {report.step:3}  reward {metric.get('reward_mean', 0):.2f}  entropy {metric.get('entropy', 0):.2f}  "
         f"σ {metric.get('sigma', 0):.4f}  lag {metric.get('lag_max', 0):.0f}  KL {metric.get('mismatch_kl', 0):.1e}  "
-        f"gap {metric.get('logprob_gap', 0):.1e}  {sum(report.phase_seconds.values()):.1f} s"
+        f"gap {metric.get('behaviour_gap', 0):.1e}  {sum(report.phase_seconds.values()):.1f} s"
     )

@@ -66,6 +66,8 @@ class Series:
             "mismatch_kl_max": self.largest("mismatch_kl"),
             "logprob_gap_mean": self.mean("logprob_gap"),
             "logprob_gap_max": self.largest("logprob_gap"),
+            "behaviour_gap_mean": self.mean("behaviour_gap"),
+            "behaviour_gap_max": self.largest("behaviour_gap"),
         }
 
 
@@ -115,7 +117,7 @@ def facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("versions served", str(summary["versions_served"])),
         ("trained tokens, each with a known version", str(summary["checks"]["tokens"])),
         ("largest lag, versions", number(summary["max_lag"], ".0f")),
-        ("server/trainer |Δ log-probability|, mean", number(summary["logprob_gap_mean"], ".1e")),
+        ("server/trainer |Δ log-probability|, mean", number(summary["behaviour_gap_mean"], ".1e")),
         ("mismatch KL, mean (noise included)", number(summary["mismatch_kl_mean"], ".1e")),
         ("swap: download and load, mean", f"{number(summary['swap_ms']['load_mean'], '.0f')} ms"),
         ("swap: commit to live, mean", f"{number(summary['swap_ms']['commit_to_live_mean'], '.0f')} ms"),
