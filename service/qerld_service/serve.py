@@ -106,12 +106,15 @@ async def announce(settings: ServeSettings, supervisor: Supervisor) -> None:
     """Say once where both roles serve, and write the ready file."""
     ready = await supervisor.all_ready()
     learner, policy = ready["learner"], ready["policy"]
+    device, dtype = device_and_dtype(settings)
     info = {
         "target": f"{reachable(settings.host)}:{learner['port']}",
         "port": learner["port"],
         "learner_metrics_port": learner.get("metrics_port"),
         "openai_port": policy.get("openai_port"),
         "policy_metrics_port": policy.get("metrics_port"),
+        "device": device,
+        "dtype": dtype,
         "pids": {name: child.process.pid for name, child in supervisor.children.items() if child.process},
     }
     if settings.ready_file is not None:
@@ -124,8 +127,7 @@ def child_specs(settings: ServeSettings) -> list[ChildSpec]:
     state = settings.state_dir.resolve()
     ready = state / "ready"
     ready.mkdir(parents=True, exist_ok=True)
-    device = ("cuda" if has_gpu() else "cpu") if settings.device == "auto" else settings.device
-    dtype = ("bfloat16" if device == "cuda" else "float32") if settings.dtype == "auto" else settings.dtype
+    device, dtype = device_and_dtype(settings)
     port = settings.port or free_port()
     learner = {
         "model": settings.model.resolve(),
@@ -152,6 +154,13 @@ def child_specs(settings: ServeSettings) -> list[ChildSpec]:
         child("learner", "qerld_learner", learner, ready, env),
         child("policy", "qerld_service.policy", policy, ready, env),
     ]
+
+
+def device_and_dtype(settings: ServeSettings) -> tuple[str, str]:
+    """What `auto` means on this machine."""
+    device = ("cuda" if has_gpu() else "cpu") if settings.device == "auto" else settings.device
+    dtype = ("bfloat16" if device == "cuda" else "float32") if settings.dtype == "auto" else settings.dtype
+    return device, dtype
 
 
 def half_the_cores() -> int:
