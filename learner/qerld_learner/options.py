@@ -25,7 +25,7 @@ class LearnerOptions:
         admission_retry: RetryInfo of a Sample that found no room.
         lease: How long a reward worker may keep a rollout, unless it says otherwise.
         keep_versions: Newest versions whose folders are kept, beside pinned and referenced ones.
-        canary_probes: Rollouts of the trained batch that the canary scores.
+        canary_probes: Rollouts of the trained batch that the canary scores, and the trainer for `behaviour_gap`.
         trainer_attempts: Trainer deaths in one step after which the run is paused.
         drain: How long `close` lets a training step go on before it stops the trainer.
     """

@@ -60,7 +60,9 @@ class LearnerSettings(BaseSettings):
         60.0, gt=0, description="How long a reward worker may keep a rollout, unless it says otherwise."
     )
     keep_versions: int = Field(6, ge=2, description="Newest versions whose folders are kept, beside those in use.")
-    canary_probes: int = Field(4, ge=1, description="Rollouts of the trained batch that a canary scores.")
+    canary_probes: int = Field(
+        4, ge=1, description="Rollouts of the trained batch that a canary scores, and the trainer for `behaviour_gap`."
+    )
     replica_timeout: float = Field(
         30.0, gt=10, description="Silence after which a policy server counts as lost; they report every ten seconds."
     )

@@ -97,7 +97,11 @@ async def test_the_async_loop_trains_and_moves_every_metric(trained: Target) -> 
     assert sum(value for key, value in page.items() if "qerld_rollouts_total" in key and run in key) >= 8 * STEPS
     phases = {key for key in page if key.startswith("qerld_step_phase_seconds_sum") and run in key}
     assert len(phases) >= 4
-    assert page['qerld_replicas{state="serving"}'] == 1
+    # Gauges of state are read once a second, and a server that loads the last version is not serving for a moment.
+    async with asyncio.timeout(10):
+        while page['qerld_replicas{state="serving"}'] != 1:
+            await asyncio.sleep(0.2)
+            page = await asyncio.to_thread(_scrape, trained.metrics_port)
 
 
 def _scrape(port: int) -> dict[str, float]:
