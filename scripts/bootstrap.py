@@ -53,18 +53,24 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Make the virtual environment of qerld.")
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="folder of the environment (default: .venv)")
-    parser.add_argument("--device", choices=["auto", "cpu", "gpu"], default="auto", help="which vLLM build (default: auto)")
+    parser.add_argument(
+        "--device", choices=["auto", "cpu", "gpu"], default="auto", help="which vLLM build (default: auto)"
+    )
     return parser.parse_args()
 
 
 def has_gpu() -> str:
     tool = shutil.which("nvidia-smi")
-    found = tool is not None and subprocess.run([tool, "-L"], capture_output=True, check=False).stdout.startswith(b"GPU")
+    found = tool is not None and subprocess.run([tool, "-L"], capture_output=True, check=False).stdout.startswith(
+        b"GPU"
+    )
     return "gpu" if found else "cpu"
 
 
 def fingerprint(device: str) -> str:
-    content = (ROOT / "pyproject.toml").read_bytes() + Path(__file__).read_bytes() + f"{device}{sys.version}{ROOT}".encode()
+    content = (
+        (ROOT / "pyproject.toml").read_bytes() + Path(__file__).read_bytes() + f"{device}{sys.version}{ROOT}".encode()
+    )
     return hashlib.sha256(content).hexdigest()
 
 

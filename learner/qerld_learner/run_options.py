@@ -15,7 +15,9 @@ from .trainer.messages import AlgorithmConfig, AqnConfig, LoraShape, OptimizerCo
 # Names of `objectives.AGGREGATIONS`, which this process cannot import: that module needs torch.
 AGGREGATIONS = ("sequence_mean", "token_mean")
 _SCHEDULES = {"none": "reaches_end", "exponential": "reaches_end", "exponential_paper": "paper"}
-DEFAULT_TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-2}
+# bf16: both sides round their activations. Correct servers differed by 0.02 to 0.04 on average and by up to 0.21 on the
+# 20 tokens of two probes (SmolLM2, H200; tokens sampled under noise are improbable without it, and differ most).
+DEFAULT_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}
 
 
 def trainer_config(config: RunConfig, options: LearnerOptions) -> TrainerConfig:

@@ -54,6 +54,10 @@ def register() -> None:
     from qerld_service.norms import register_norms
 
     register_norms()
+    if current_platform.is_cuda():
+        from qerld_service.logits import register_fp32_logits
+
+        register_fp32_logits()
     if current_platform.is_cpu():
         from qerld_service.cpu_lora import register_cpu_lora
         from qerld_service.nvfp4_scheme import register_nvfp4

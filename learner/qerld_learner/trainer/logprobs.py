@@ -70,11 +70,20 @@ class _PairLogprobs(torch.autograd.Function):
         return hidden_grad.to(ctx.dtype), None, None, None, None
 
 
+def _fp32_logits(block: Tensor, weight: Tensor) -> Tensor:
+    """Without a rounding to the inputs' dtype: a logit of 16 in bf16 is a multiple of 1/8."""
+    if block.dtype == torch.float32:
+        return block @ weight.T
+    if block.is_cuda:
+        return torch.mm(block, weight.T, out_dtype=torch.float32)
+    return block.float() @ weight.float().T
+
+
 def _chunk(
     block: Tensor, head: Head, rows: Tensor, targets: Tensor, want_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return log-probabilities [p], entropies [n] and Jacobian rows [p, d] (in the block's dtype) of one chunk."""
-    logits = (block @ head.weight.T).float()
+    logits = _fp32_logits(block, head.weight)
     slope = None
     if head.softcap is not None:
         logits = torch.tanh(logits / head.softcap)
