@@ -62,6 +62,19 @@ CONTRACT: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
         "WorkerLoRAManager": {"_adapter_manager": ()},
         "LRUCacheWorkerLoRAManager": {"_manager_cls": ()},
     },
+    "model_executor/layers/vocab_parallel_embedding.py": {
+        "UnquantizedEmbeddingMethod": {"apply": ("layer", "x", "bias")}
+    },
+    "lora/ops/torch_ops/lora_ops.py": {
+        "": {
+            "bgmv_shrink": ("inputs", "lora_b_weights", "output_tensor", "lora_indices_tensor", "scaling"),
+            "bgmv_expand": ("inputs", "lora_b_weights", "output_tensor", "lora_indices_tensor", "add_inputs"),
+            "bgmv_expand_slice": (
+                "inputs", "lora_b_weights", "output_tensor", "lora_indices_tensor", "slice_offset", "slice_size",
+                "add_inputs",
+            ),
+        }
+    },
     "lora/punica_wrapper/punica_base.py": {"PunicaWrapperBase": {"_token_lora_indices": ()}},
     "v1/worker/lora_model_runner_mixin.py": {"LoRAModelRunnerMixin": {"lora_manager": ()}},
     "model_executor/custom_op.py": {"CustomOp": {"register_oot": ("name",)}},
