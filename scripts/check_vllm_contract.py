@@ -7,8 +7,8 @@ Exit status 1 and one line a breach. The users are engine, norms, nvfp4_scheme a
 
 from __future__ import annotations
 
+import argparse
 import ast
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -156,9 +156,11 @@ def reader_of(path: Path) -> Reader:
 
 def main() -> int:
     """Check every argument."""
+    parser = argparse.ArgumentParser(description="Check that vLLM has the names and signatures that qerld uses.")
+    parser.add_argument("source", nargs="+", type=Path, help="a wheel, or the installed folder vllm/")
     status = 0
-    for argument in sys.argv[1:]:
-        found = breaches(reader_of(Path(argument)))
+    for argument in parser.parse_args().source:
+        found = breaches(reader_of(argument))
         print(f"{argument}: {'ok' if not found else ''}")
         for line in found:
             print(f"  {line}")
