@@ -59,14 +59,18 @@ class Intake:
         record = await self._shared.store.read(lambda connection: find_run(connection, run))
         require_running(record)
         check_prompt(record, prompt, self._shared.pool.max_model_len())
-        buffer = self._shared.runs[run].buffer
-        await buffer.reserve(self._shared.options.admission_timeout, self._shared.options.admission_retry)
+        options = self._shared.options
+        await self._shared.runs[run].buffer.reserve(options.admission_timeout, options.admission_retry)
+        # To its end even when the caller goes away: a group that is stored is sampled.
+        return await asyncio.shield(self._begin(run, request_id, body_hash, prompt))
+
+    async def _begin(self, run: str, request_id: str, body_hash: str, prompt: PromptSpec) -> str:
         added = None
         try:
-            group, repeated = await asyncio.shield(self._store(run, request_id, body_hash, prompt))
+            group, repeated = await self._store(run, request_id, body_hash, prompt)
             added = None if repeated else group.group.group_id
         finally:
-            buffer.settle(added)
+            self._shared.runs[run].buffer.settle(added)
         if not repeated:
             self._sampler.start(group)
         return group.group.group_id

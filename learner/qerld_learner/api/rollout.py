@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 from qerld.v1 import rollout_pb2, rollout_pb2_grpc
@@ -56,7 +57,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         position = 0
         async for request in request_iterator:
             try:
-                response.groups.append(await self._import(request))
+                # To its end even when the caller goes away: a stored group belongs in the buffer.
+                response.groups.append(await asyncio.shield(self._import(request)))
             except InvalidRequestError as error:
                 raise InvalidRequestError(
                     [Violation(f"message[{position}].{v.field}", v.description) for v in error.violations]

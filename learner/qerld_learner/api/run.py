@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 from qerld.v1 import run_pb2, run_pb2_grpc
@@ -28,8 +29,11 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         config = run_config(checks, request.config)
         checks.violations.extend(self._service.learner.check_run_config(config))
         checks.done()
-        record = await self._service.learner.create_run(
-            request.run, request.request_id, body_hash(request), config, request.initial_adapter
+        # To its end even when the caller goes away: a run that is stored needs its loops.
+        record = await asyncio.shield(
+            self._service.learner.create_run(
+                request.run, request.request_id, body_hash(request), config, request.initial_adapter
+            )
         )
         return run_pb2.CreateRunResponse(run=convert.run(record))
 
