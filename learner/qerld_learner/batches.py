@@ -82,6 +82,8 @@ def report_metrics(
     found = lags(data)
     rollouts = [record for group in data.groups for record in group]
     tokens = float(sum(record.trainable_tokens for record in rollouts))
+    # The trainer sees those of the batch only: most are dropped before there is one.
+    equal = zero_variance + trained["zero_variance_share"] * len(data.groups)
     truncated = sum(record.finish_reason == "length" for record in rollouts)
     return {
         "tokens": tokens,
@@ -95,6 +97,7 @@ def report_metrics(
         "lag_max": float(max(found)),
         "sigma": sigma,
         "groups_zero_variance": float(zero_variance),
+        "zero_variance_share": equal / (zero_variance + len(data.groups)),
         "tokens_per_second": tokens / seconds if seconds > 0 else 0.0,
     }
 

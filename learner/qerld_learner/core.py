@@ -204,7 +204,9 @@ class Learner:
         def query(connection: Connection) -> list[tuple[RunRecord, dict[GroupState, int]]]:
             return [(run, rollouts.count_groups(connection, run.name)) for run in runs.all_runs(connection)]
 
-        return [self._status(run, counts) for run, counts in await self._shared.store.read(query)]
+        found = await self._shared.store.read(query)
+        # A run that was stored this instant has no buffer yet.
+        return [self._status(run, counts) for run, counts in found if run.name in self._shared.runs]
 
     def _status(self, run: RunRecord, counts: dict[GroupState, int]) -> RunStatus:
         pulse = self._shared.runs[run.name]
@@ -384,7 +386,7 @@ def _check_count(outcomes: Sequence[Outcome]) -> None:
 def _page(page_size: int, page_token: str) -> tuple[int | None, int]:
     if page_size < 0 or page_size > 1000:
         raise InvalidRequestError([Violation("page_size", f"must be in [0, 1000], got {page_size}")])
-    if page_token and not page_token.isdecimal():
-        text = f"must be a next_page_token of an earlier answer, got {page_token!r}"
+    if page_token and not (page_token.isdecimal() and len(page_token) < 19):
+        text = f"must be a next_page_token of an earlier answer, got {page_token[:80]!r}"
         raise InvalidRequestError([Violation("page_token", text)])
     return int(page_token) if page_token else None, page_size or 100

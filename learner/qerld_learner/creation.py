@@ -40,6 +40,7 @@ class RunCreator:
         async with self._lock:
             if await self._shared.store.read(lambda c: self._exists(c, name, request_id, body_hash)):
                 return await self._shared.store.read(lambda c: runs.find_run(c, name)), False
+            self._check_rank(config.lora_rank)
             await self._check_slots()
             made = await self._first_version(name, config, initial_adapter)
             return await self._store(name, request_id, body_hash, config, made), True
@@ -52,6 +53,13 @@ class RunCreator:
         except NotFoundError:
             return False
         raise ConflictError(f"run {name!r} exists already; choose another name, or go on with GetRun")
+
+    def _check_rank(self, rank: int) -> None:
+        # Such a run's versions would be refused for ever, and the server could not attach again.
+        most = self._shared.pool.least_rank()
+        if most is not None and rank > most:
+            text = f"must be at most {most}, the smallest max_lora_rank of the policy servers, got {rank}; lower it"
+            raise InvalidRequestError([Violation("config.lora.rank", text)])
 
     async def _check_slots(self) -> None:
         slots = self._shared.pool.least_slots()

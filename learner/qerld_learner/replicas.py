@@ -218,6 +218,10 @@ class ReplicaPool:
         """Return the smallest number of adapter slots of the attached servers."""
         return min((replica.hello.slots for replica in self._replicas.values()), default=None)
 
+    def least_rank(self) -> int | None:
+        """Return the smallest max_lora_rank of the attached servers."""
+        return min((replica.hello.max_lora_rank for replica in self._replicas.values()), default=None)
+
     async def attach(self, hello: ReplicaHello) -> ReplicaSession:
         """Take a server in; one with the same id or endpoint takes the place of the older one."""
         for older in self.all():

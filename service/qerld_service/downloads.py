@@ -60,7 +60,10 @@ class AdapterFolders:
         if not _SHA256.fullmatch(adapter.sha256):
             raise DownloadError(f"adapter_sha256: must be 64 hexadecimal digits, got {adapter.sha256!r}")
         folder = self.path(adapter)
-        folder.mkdir(exist_ok=True)
+        try:
+            folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise _no_room(folder, error) from error
         await self._fetch_file(stub, adapter, folder / CONFIG, None)
         await self._fetch_file(stub, adapter, folder / WEIGHTS, adapter.sha256)
         return folder
@@ -115,8 +118,12 @@ class AdapterFolders:
             what = f"{name} of {adapter.run}@{adapter.version}"
             raise DownloadError(f"{what}: {error.code().name}: {error.details()}") from error
         except OSError as error:
-            raise DownloadError(f"{part}: {error.strerror}; free space or set cache_dir to another disk") from error
+            raise _no_room(part, error) from error
         return announced
+
+
+def _no_room(path: Path, error: OSError) -> DownloadError:
+    return DownloadError(f"{path}: {error.strerror}; free space or set cache_dir to another disk")
 
 
 def remove(path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from qerld_learner.records import (
     Outcome,
     OutcomeKind,
     ReceiptState,
+    ReplicaHello,
     RunState,
     SegmentSpec,
     TrajectorySpec,
@@ -238,6 +240,44 @@ async def test_runs_are_created_once(learner: Learner) -> None:
     assert path.stat().st_size == (await learner.get_version("twice", 0)).adapter_bytes
     again = await learner.create_run("copy", new_id(), "h", small_config(), path.read_bytes())
     assert (await learner.get_version(again.name)).adapter_sha256 == digest
+
+
+async def test_a_rank_beyond_an_attached_server_is_refused(learner: Learner) -> None:
+    model = learner.model
+    hashes = (model.base_sha256, model.tokenizer_sha256, model.chat_template_sha256)
+    session = await learner.attach(ReplicaHello("small", "127.0.0.1:9", *hashes, "0", 1024, 8, 512, "float32"))
+    try:
+        with pytest.raises(InvalidRequestError, match=r"config.lora.rank: must be at most 8, .* got 16"):
+            await learner.create_run("too-wide", new_id(), "h", small_config(lora_rank=16))
+    finally:
+        await session.close()
+    assert "too-wide" not in {run.name for run in await learner.list_runs()}
+
+
+async def test_a_caller_that_leaves_while_its_group_is_stored_still_has_it_sampled(learner: Learner) -> None:
+    run = await new_run(learner)
+    started, gate = threading.Event(), threading.Event()
+    blocked = asyncio.create_task(learner._shared.store.write(lambda _connection: (started.set(), gate.wait(30))))
+    await asyncio.to_thread(started.wait, 10)
+
+    async def call() -> None:
+        async for _ in learner.sample(run, new_id(), "h", prompt()):
+            pass
+
+    caller = asyncio.create_task(call())
+    while not (queue := learner._shared.store._writer._queue).qsize():  # noqa: ASYNC110 - a thread's queue
+        await asyncio.sleep(0.01)
+    caller.cancel()
+    await asyncio.gather(caller, return_exceptions=True)
+    assert queue.qsize() == 1  # the group waits behind the gate
+    gate.set()
+    await blocked
+
+    async def sampled() -> bool:
+        found, _ = await learner.list_groups(run, None, 0, "")
+        return len(found) == 1 and learner._sampler.feed(found[0].group_id) is not None
+
+    await until(sampled, 10)
 
 
 async def test_leases_go_to_workers_with_credits_and_come_back(learner: Learner) -> None:

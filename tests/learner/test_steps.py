@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from qerld_learner.batches import BatchData, report_metrics
 from qerld_learner.core import Learner
 from qerld_learner.groups import Verdict
 from qerld_learner.records import (
@@ -139,6 +140,19 @@ async def test_a_group_beyond_the_lag_is_dropped_as_stale(tmp_path: Path) -> Non
         assert [receipts[i].state for i in within] == [ReceiptState.BATCHED] * 2
     finally:
         store.close()
+
+
+def test_the_zero_variance_share_counts_the_groups_that_were_dropped() -> None:
+    """Three dropped before the batch, and one of its two groups equal where the run keeps such groups."""
+    batch = steps.Batch("r", 1, 0, 1, 0, ("a", "b"))
+    rollout = RolloutRecord(
+        "i", "g", "r", 0, (1,), (2,), (-1.0,), (SpanRecord(0, 1, 0, NoiseRecord()),), None, "",
+        RolloutState.FINISHED, {}, None, None,
+    )  # fmt: skip
+    data = BatchData(batch, ((rollout,), (rollout,)), {"i": 1.0}, {0: 0}, "")
+    trained = {"mismatch_kl_k3": 0.0, "zero_variance_share": 0.5}
+    assert report_metrics(data, trained, 0.0, 3, 1.0)["zero_variance_share"] == 4 / 5
+    assert report_metrics(data, trained | {"zero_variance_share": 0.0}, 0.0, 0, 1.0)["zero_variance_share"] == 0
 
 
 # The trainer against the sampler

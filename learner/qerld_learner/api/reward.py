@@ -53,7 +53,8 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def SubmitRewards(
         self, request: reward_pb2.SubmitRewardsRequest, context: Context
     ) -> reward_pb2.SubmitRewardsResponse:
-        answers = await self.submit(request)
+        # To its end even when the caller goes away: what is stored must reach the buffer, the leases and the receipts.
+        answers = await asyncio.shield(self.submit(request))
         return reward_pb2.SubmitRewardsResponse(answers=map(convert.outcome_answer, answers))
 
     async def submit(self, request: reward_pb2.SubmitRewardsRequest) -> list[OutcomeAnswer]:
@@ -202,4 +203,5 @@ class _Worker:
                 OutcomeAnswer(item.rollout_id, Answer.REJECTED, "request_id", str(error)) for item in batch.outcomes
             ]
         answer = reward_pb2.BatchAnswer(request_id=batch.request_id, answers=map(convert.outcome_answer, answers))
-        self._box.offer(reward_pb2.StreamRewardsResponse(answer=answer))
+        # A worker that does not read its answers is not read either.
+        await self._box.put(reward_pb2.StreamRewardsResponse(answer=answer))

@@ -72,7 +72,8 @@ def find_version(connection: Connection, run: str, version: int | None = None) -
     """Return a version (None: the live one) and its folder ("" once collected), or raise `NotFoundError`."""
     number = find_run(connection, run).live_version if version is None else version
     query = select(versions).where(versions.c.run == run, versions.c.version == number)
-    row = connection.execute(query).mappings().one_or_none()
+    # The wire's versions have 64 bits, the store's integers 63.
+    row = connection.execute(query).mappings().one_or_none() if number < 1 << 63 else None
     if row is None:
         find_run(connection, run)
         raise NotFoundError(f"run {run!r} has no version {number}; ListVersions lists them")
