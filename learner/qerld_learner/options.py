@@ -27,7 +27,6 @@ class LearnerOptions:
         keep_versions: Newest versions whose folders are kept, beside pinned and referenced ones.
         canary_probes: Rollouts of the trained batch that the canary scores, and the trainer for `behaviour_gap`.
         trainer_attempts: Trainer deaths in one step after which the run is paused.
-        drain: How long `close` lets a training step go on before it stops the trainer.
     """
 
     state_dir: Path
@@ -45,7 +44,6 @@ class LearnerOptions:
     keep_versions: int = 6
     canary_probes: int = 4
     trainer_attempts: int = 3
-    drain: float = 5.0
 
 
 @dataclass(frozen=True)

@@ -158,8 +158,9 @@ class Promotion:
         why = "; ".join(verdict.failures)
         _log.error("version %d of run %s is rolled back: %s", staged.version, self._run, why)
 
-        def mutation(connection: Connection) -> tuple[StepReport | None, Closed]:
+        def mutation(connection: Connection) -> tuple[StepReport | None, Closed, int]:
             closed = Closed()
+            groups = len(steps.batch_groups(connection, self._run, staged.version))
             if steps.find_report(connection, self._run, staged.version) is not None:
                 again = steps.roll_back(connection, staged, closed)
                 _log.warning("version %d of run %s republishes version %d", again.version, self._run, again.parent)
@@ -167,11 +168,11 @@ class Promotion:
                 # The republished parent, which serves well under its own name, failed too: not the weights' fault.
                 runs.set_version_state(connection, self._run, staged.version, VersionState.REVERTED)
                 runs.set_state(connection, self._run, RunState.PAUSED, f"the canary of a rollback failed: {why}")
-            return self._publish(connection, staged, extra | {"reverted": 1.0}, seconds), closed
+            return self._publish(connection, staged, extra | {"reverted": 1.0}, seconds), closed, groups
 
-        report, closed = await self._shared.write_patiently(mutation)
+        report, closed, groups = await self._shared.write_patiently(mutation)
         self._shared.publish(self._run, closed)
-        if report is not None:
+        for _group in range(groups):
             self._shared.observer.group_closed(self._run, "reverted")
         await self._tell(report)
 

@@ -87,7 +87,6 @@ class LearnerSettings(BaseSettings):
             base_model=self.model,
             device=device,
             dtype=dtype,
-            drain=self.stop_grace,
             **{name: getattr(self, name) for name in same + more},
         )
 

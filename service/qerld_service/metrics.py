@@ -47,7 +47,7 @@ class PolicyMetrics:
         self.download_bytes = Counter("qerld_policy_download_bytes", "Bytes of adapters received.", registry=r)
         self.noise_ratio = Gauge(
             "qerld_policy_noise_ratio",
-            "Realised over intended sigma of the last version loaded with noise, mean over norms.",
+            "Realised over intended sigma of the last version loaded with noise, root mean square over its norms.",
             registry=r,
         )
         self.in_flight = Gauge("qerld_policy_requests_in_flight", "Calls being answered.", ["method"], registry=r)

@@ -165,7 +165,6 @@ class Reconciler:
         phases = [entry.phase for entry in self._held.values()]
         self._metrics.desired.set(len(self._desired))
         self._metrics.serving.set(phases.count(Phase.SERVING))
-        self._metrics.slots_used.set(len(self._engine.loaded))
         self._metrics.reconciled.set(self.reconciled)
         for event in self._watchers:
             event.set()
