@@ -165,7 +165,7 @@ class Replica:
         self.avoid_until = time.monotonic() + seconds
 
     def refusal(self, run: str, version: int) -> str:
-        """Return why it cannot load a version, "" when it can or still tries."""
+        """Return why its last try to load a version failed, "" when it serves it or is at it."""
         errors = (a.error for a in self.reported.adapters if a.run == run and a.version == version and not a.serving)
         return next((error for error in errors if error), "")
 

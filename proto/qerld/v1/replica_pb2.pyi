@@ -96,9 +96,9 @@ class AdapterState(_message.Message):
     load_seconds: _builtins.float
     """Seconds that loading took, download included."""
     error: _builtins.str
-    """Why it cannot be served; empty when it can."""
+    """Why it is not served although it was tried, also when it will be tried again; empty otherwise."""
     noise_ratio: _builtins.float
-    """Realised sigma over intended sigma of the loaded noise, mean over norms; 0 without noise."""
+    """Realised sigma over intended sigma of the loaded noise, root mean square over its norms; 0 without noise."""
     @_builtins.property
     def policy(self) -> _common_pb2.Policy:
         """Run and version."""

@@ -225,11 +225,11 @@ class Outcome(_message.Message):
     """Reward of the whole rollout; finite."""
     @_builtins.property
     def turn_rewards(self) -> Global___Values:
-        """Rewards by turn; as many as the rollout has trainable segments."""
+        """Rewards by turn; as many as the rollout has trainable segments. Training uses their sum."""
 
     @_builtins.property
     def token_rewards(self) -> Global___Values:
-        """Rewards by token; as many as the completion has tokens, the environment's included."""
+        """Rewards by token; as many as the completion has tokens, the environment's included. Training uses their sum."""
 
     @_builtins.property
     def error(self) -> Global___OutcomeError:
@@ -241,7 +241,7 @@ class Outcome(_message.Message):
 
     @_builtins.property
     def components(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Named parts of the reward, for metrics only."""
+        """Named parts of the reward: stored with the outcome, no part of training."""
 
     def __init__(
         self,
@@ -364,7 +364,7 @@ class OpenStream(_message.Message):
     run: _builtins.str
     """Run to score."""
     worker: _builtins.str
-    """Name of the worker, for people and quotas."""
+    """Name of the worker, for people."""
     @_builtins.property
     def lease(self) -> _duration_pb2.Duration:
         """How long the worker may keep a rollout. Unset: the service's."""

@@ -203,9 +203,11 @@ class Algorithm(_message.Message):
     aggregation: Global___LossAggregation.ValueType
     """Aggregation of the loss."""
     clip_low: _builtins.float
-    """Lower clip: ratios below 1 - clip_low are clipped. Unset: 0.2."""
+    """Lower clip: ratios below 1 - clip_low are clipped. Unset: 0.2. With a tis_cap the clipped ratio is the one to the
+    version that the step starts from, 1 in a step of one update: then tis_cap bounds the update and no clip is active.
+    """
     clip_high: _builtins.float
-    """Upper clip: ratios above 1 + clip_high are clipped. Unset: 0.28."""
+    """Upper clip: ratios above 1 + clip_high are clipped. Unset: 0.28. As clip_low, it acts with tis_cap = 0 only."""
     kl_coef: _builtins.float
     """Weight of the KL penalty to the base model (adapter off), k3 estimator. 0 means none."""
     tis_cap: _builtins.float
