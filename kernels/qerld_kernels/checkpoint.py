@@ -184,6 +184,9 @@ def _shard_paths(folder: Path) -> list[Path]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: weight_map is missing or empty")
+    for name in weight_map.values():
+        if not isinstance(name, str) or not name or Path(name).name != name:
+            raise CheckpointError(f"{index}: weight_map must name files of its own folder, got {name!r}")
     return [folder / name for name in sorted(set(weight_map.values()))]
 
 

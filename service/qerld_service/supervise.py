@@ -133,6 +133,7 @@ class Child:
             *lines, rest = (rest + chunk).split(b"\n")
             for raw in lines:
                 self._log(raw)
+            rest = rest[-CHUNK_BYTES:]  # of an endless line only its end is ever shown
         if rest:
             self._log(rest)
 

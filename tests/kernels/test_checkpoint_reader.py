@@ -195,6 +195,17 @@ def test_a_missing_shard_is_named(make_model: MakeModel) -> None:
         CheckpointReader(folder)
 
 
+@pytest.mark.parametrize("name", ["../other/model.safetensors", "/etc/passwd", "", 7])
+def test_shards_outside_the_folder_are_refused(make_model: MakeModel, name: object) -> None:
+    folder = make_model(shards=3)
+    index = folder / "model.safetensors.index.json"
+    weights = json.loads(index.read_text())
+    weights["weight_map"]["model.norm.weight"] = name
+    index.write_text(json.dumps(weights))
+    with pytest.raises(CheckpointError, match="must name files of its own folder"):
+        CheckpointReader(folder)
+
+
 @pytest.mark.parametrize(
     "header",
     [b"not json", b"[]", b'{"a": {"dtype": "F32"}}', b'{"a": {"dtype": "F4", "shape": [], "data_offsets": []}}'],
