@@ -366,6 +366,7 @@ class AdapterStatus:
     load_seconds: float
     error: str
     noise_ratio: float
+    retrying: bool = False
 
 
 @dataclass(frozen=True)

@@ -165,9 +165,9 @@ class Replica:
         self.avoid_until = time.monotonic() + seconds
 
     def refusal(self, run: str, version: int) -> str:
-        """Return why its last try to load a version failed, "" when it serves it or is at it."""
-        errors = (a.error for a in self.reported.adapters if a.run == run and a.version == version and not a.serving)
-        return next((error for error in errors if error), "")
+        """Return why it cannot load a version, "" when it can or still tries: a broken download says nothing of it."""
+        states = (a for a in self.reported.adapters if a.run == run and a.version == version and not a.serving)
+        return next((a.error for a in states if a.error and not a.retrying), "")
 
     def load_seconds(self, run: str, version: int) -> float:
         """Return how long it took to load a version, 0 when it has not."""

@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 FIRST_RETRY_SECONDS = 0.5
 MAX_RETRY_SECONDS = 30.0
+# So many failed tries in a row, about 15 seconds, may pass by themselves; more are reported as a refusal.
+PASSING_FAILURES = 5
 
 
 class NotServedError(RuntimeError):
@@ -139,6 +141,7 @@ class Reconciler:
             state.in_flight = sum(running.get(key, 0) for key in entry.adapter.keys)
             state.load_seconds, state.noise_ratio = entry.load_seconds, entry.noise_ratio
             state.error = state.error or entry.error
+            state.retrying = 0 < self._failures.get(identity, 0) <= PASSING_FAILURES and identity not in self._refused
         return state
 
     def _advance(self) -> None:

@@ -12,10 +12,13 @@ from qerld_learner.batches import BatchData, report_metrics
 from qerld_learner.core import Learner
 from qerld_learner.groups import Verdict
 from qerld_learner.records import (
+    AdapterStatus,
     Answer,
     GroupState,
     NoiseRecord,
     ReceiptState,
+    ReplicaHello,
+    ReplicaReport,
     RolloutRecord,
     RolloutState,
     RunRecord,
@@ -24,6 +27,7 @@ from qerld_learner.records import (
     VersionRecord,
     VersionState,
 )
+from qerld_learner.replicas import Replica
 from qerld_learner.scoring import behaviour_gap, mean_gap, policy_logprobs, trainer_scores
 from qerld_learner.store import Store, rewards, rows, runs, steps
 from qerld_learner.store import rollouts as stored
@@ -185,6 +189,15 @@ async def test_the_gap_is_taken_where_version_and_noise_are_known(learner: Learn
     assert await behaviour_gap(shared, record, [of_several_versions(r) for r in found]) is None
     await shared.store.write(lambda c: runs.forget_folders(c, run, [0]))
     assert await behaviour_gap(shared, record, sampled) is None
+
+
+async def test_a_server_that_tries_again_has_not_refused() -> None:
+    replica = Replica(ReplicaHello("p", "127.0.0.1:9", "", "", "", "", 4, 8, 64, "float32"))
+    for retrying, refusal in ((True, ""), (False, "download: UNAVAILABLE")):
+        status = AdapterStatus("r", 1, False, 0, 0.0, "download: UNAVAILABLE", 0.0, retrying)
+        replica.reported = ReplicaReport((status,), 1, False, "")
+        assert replica.refusal("r", 1) == refusal
+    await replica.client.close()
 
 
 def test_a_server_that_scores_too_few_tokens_never_agrees() -> None:

@@ -134,6 +134,7 @@ async def test_a_corrupted_download_is_reported_and_tried_again(
     await peer.desire("p", 2, make_adapter(tmp_path / "b", 2, 0.5))
     report = await peer.report(failed(2))
     assert "download: adapter_model.safetensors of p@2: sha256 must be" in state_of(report, 2).error
+    assert state_of(report, 2).retrying
     assert state_of(report, 1).serving
     assert (await collect(stub, request(1)))[0][0]
     peer.tamper = None

@@ -277,6 +277,7 @@ def replica_report(message: replica_pb2.ReplicaState) -> records.ReplicaReport:
             load_seconds=item.load_seconds,
             error=item.error,
             noise_ratio=item.noise_ratio,
+            retrying=item.retrying,
         )
         for item in message.adapters
     )

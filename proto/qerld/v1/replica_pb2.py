@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from qerld.v1 import common_pb2 as qerld_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16qerld/v1/replica.proto\x12\x08qerld.v1\x1a\x15qerld/v1/common.proto\"\xde\x01\n\x05Hello\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\x13\n\x0b\x62\x61se_sha256\x18\x03 \x01(\t\x12\x18\n\x10tokenizer_sha256\x18\x04 \x01(\t\x12\x1c\n\x14\x63hat_template_sha256\x18\x05 \x01(\t\x12\x16\n\x0e\x65ngine_version\x18\x06 \x01(\t\x12\r\n\x05slots\x18\x07 \x01(\r\x12\x15\n\rmax_lora_rank\x18\x08 \x01(\r\x12\x15\n\rmax_model_len\x18\t \x01(\r\x12\r\n\x05\x64type\x18\n \x01(\t\"\x8e\x01\n\x0c\x41\x64\x61pterState\x12 \n\x06policy\x18\x01 \x01(\x0b\x32\x10.qerld.v1.Policy\x12\x0f\n\x07serving\x18\x02 \x01(\x08\x12\x11\n\tin_flight\x18\x03 \x01(\r\x12\x14\n\x0cload_seconds\x18\x04 \x01(\x01\x12\r\n\x05\x65rror\x18\x05 \x01(\t\x12\x13\n\x0bnoise_ratio\x18\x06 \x01(\x01\"o\n\x0cReplicaState\x12(\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x16.qerld.v1.AdapterState\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x12\n\nreconciled\x18\x03 \x01(\x08\x12\r\n\x05\x65rror\x18\x04 \x01(\t\"e\n\rAttachRequest\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x0f.qerld.v1.HelloH\x00\x12\'\n\x05state\x18\x02 \x01(\x0b\x32\x16.qerld.v1.ReplicaStateH\x00\x42\t\n\x07message\"x\n\x0e\x44\x65siredVersion\x12 \n\x06policy\x18\x01 \x01(\x0b\x32\x10.qerld.v1.Policy\x12\x16\n\x0e\x61\x64\x61pter_sha256\x18\x02 \x01(\t\x12\x1e\n\x05noise\x18\x03 \x01(\x0b\x32\x0f.qerld.v1.Noise\x12\x0c\n\x04live\x18\x04 \x01(\x08\"N\n\x0c\x44\x65siredState\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12*\n\x08versions\x18\x02 \x03(\x0b\x32\x18.qerld.v1.DesiredVersion\"9\n\x0e\x41ttachResponse\x12\'\n\x07\x64\x65sired\x18\x01 \x01(\x0b\x32\x16.qerld.v1.DesiredState\"\xc4\x01\n\x0fGenerateRequest\x12 \n\x06policy\x18\x01 \x01(\x0b\x32\x10.qerld.v1.Policy\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\"\n\x06prompt\x18\x03 \x01(\x0b\x32\x12.qerld.v1.TokenIds\x12\r\n\x05\x63ount\x18\x04 \x01(\r\x12$\n\x08sampling\x18\x05 \x01(\x0b\x32\x12.qerld.v1.Sampling\x12\x12\n\nnoise_free\x18\x06 \x01(\x08\x12\x0e\n\x06greedy\x18\x07 \x01(\x08\"\xb4\x01\n\x10GenerateResponse\x12\r\n\x05index\x18\x01 \x01(\r\x12\"\n\x06tokens\x18\x02 \x01(\x0b\x32\x12.qerld.v1.TokenIds\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\x0c\n\x04text\x18\x04 \x01(\t\x12-\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x16.qerld.v1.FinishReason\x12\x1e\n\x05noise\x18\x06 \x01(\x0b\x32\x0f.qerld.v1.Noise\"W\n\tScoreItem\x12\"\n\x06prompt\x18\x01 \x01(\x0b\x32\x12.qerld.v1.TokenIds\x12&\n\ncompletion\x18\x02 \x01(\x0b\x32\x12.qerld.v1.TokenIds\"T\n\x0cScoreRequest\x12 \n\x06policy\x18\x01 \x01(\x0b\x32\x10.qerld.v1.Policy\x12\"\n\x05items\x18\x02 \x03(\x0b\x32\x13.qerld.v1.ScoreItem\"\x1e\n\nScoredItem\x12\x10\n\x08logprobs\x18\x01 \x03(\x02\"4\n\rScoreResponse\x12#\n\x05items\x18\x01 \x03(\x0b\x32\x14.qerld.v1.ScoredItem2Q\n\x0eReplicaService\x12?\n\x06\x41ttach\x12\x17.qerld.v1.AttachRequest\x1a\x18.qerld.v1.AttachResponse(\x01\x30\x01\x32\x95\x01\n\x14PolicyReplicaService\x12\x43\n\x08Generate\x12\x19.qerld.v1.GenerateRequest\x1a\x1a.qerld.v1.GenerateResponse0\x01\x12\x38\n\x05Score\x12\x16.qerld.v1.ScoreRequest\x1a\x17.qerld.v1.ScoreResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16qerld/v1/replica.proto\x12\x08qerld.v1\x1a\x15qerld/v1/common.proto\"\xde\x01\n\x05Hello\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\x13\n\x0b\x62\x61se_sha256\x18\x03 \x01(\t\x12\x18\n\x10tokenizer_sha256\x18\x04 \x01(\t\x12\x1c\n\x14\x63hat_template_sha256\x18\x05 \x01(\t\x12\x16\n\x0e\x65ngine_version\x18\x06 \x01(\t\x12\r\n\x05slots\x18\x07 \x01(\r\x12\x15\n\rmax_lora_rank\x18\x08 \x01(\r\x12\x15\n\rmax_model_len\x18\t \x01(\r\x12\r\n\x05\x64type\x18\n \x01(\t\"\xa0\x01\n\x0c\x41\x64\x61pterState\x12 \n\x06policy\x18\x01 \x01(\x0b\x32\x10.qerld.v1.Policy\x12\x0f\n\x07serving\x18\x02 \x01(\x08\x12\x11\n\tin_flight\x18\x03 \x01(\r\x12\x14\n\x0cload_seconds\x18\x04 \x01(\x01\x12\r\n\x05\x65rror\x18\x05 \x01(\t\x12\x13\n\x0bnoise_ratio\x18\x06 \x01(\x01\x12\x10\n\x08retrying\x18\x07 \x01(\x08\"o\n\x0cReplicaState\x12(\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x16.qerld.v1.AdapterState\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x12\n\nreconciled\x18\x03 \x01(\x08\x12\r\n\x05\x65rror\x18\x04 \x01(\t\"e\n\rAttachRequest\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x0f.qerld.v1.HelloH\x00\x12\'\n\x05state\x18\x02 \x01(\x0b\x32\x16.qerld.v1.ReplicaStateH\x00\x42\t\n\x07message\"x\n\x0e\x44\x65siredVersion\x12 \n\x06policy\x18\x01 \x01(\x0b\x32\x10.qerld.v1.Policy\x12\x16\n\x0e\x61\x64\x61pter_sha256\x18\x02 \x01(\t\x12\x1e\n\x05noise\x18\x03 \x01(\x0b\x32\x0f.qerld.v1.Noise\x12\x0c\n\x04live\x18\x04 \x01(\x08\"N\n\x0c\x44\x65siredState\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12*\n\x08versions\x18\x02 \x03(\x0b\x32\x18.qerld.v1.DesiredVersion\"9\n\x0e\x41ttachResponse\x12\'\n\x07\x64\x65sired\x18\x01 \x01(\x0b\x32\x16.qerld.v1.DesiredState\"\xc4\x01\n\x0fGenerateRequest\x12 \n\x06policy\x18\x01 \x01(\x0b\x32\x10.qerld.v1.Policy\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\"\n\x06prompt\x18\x03 \x01(\x0b\x32\x12.qerld.v1.TokenIds\x12\r\n\x05\x63ount\x18\x04 \x01(\r\x12$\n\x08sampling\x18\x05 \x01(\x0b\x32\x12.qerld.v1.Sampling\x12\x12\n\nnoise_free\x18\x06 \x01(\x08\x12\x0e\n\x06greedy\x18\x07 \x01(\x08\"\xb4\x01\n\x10GenerateResponse\x12\r\n\x05index\x18\x01 \x01(\r\x12\"\n\x06tokens\x18\x02 \x01(\x0b\x32\x12.qerld.v1.TokenIds\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\x0c\n\x04text\x18\x04 \x01(\t\x12-\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x16.qerld.v1.FinishReason\x12\x1e\n\x05noise\x18\x06 \x01(\x0b\x32\x0f.qerld.v1.Noise\"W\n\tScoreItem\x12\"\n\x06prompt\x18\x01 \x01(\x0b\x32\x12.qerld.v1.TokenIds\x12&\n\ncompletion\x18\x02 \x01(\x0b\x32\x12.qerld.v1.TokenIds\"T\n\x0cScoreRequest\x12 \n\x06policy\x18\x01 \x01(\x0b\x32\x10.qerld.v1.Policy\x12\"\n\x05items\x18\x02 \x03(\x0b\x32\x13.qerld.v1.ScoreItem\"\x1e\n\nScoredItem\x12\x10\n\x08logprobs\x18\x01 \x03(\x02\"4\n\rScoreResponse\x12#\n\x05items\x18\x01 \x03(\x0b\x32\x14.qerld.v1.ScoredItem2Q\n\x0eReplicaService\x12?\n\x06\x41ttach\x12\x17.qerld.v1.AttachRequest\x1a\x18.qerld.v1.AttachResponse(\x01\x30\x01\x32\x95\x01\n\x14PolicyReplicaService\x12\x43\n\x08Generate\x12\x19.qerld.v1.GenerateRequest\x1a\x1a.qerld.v1.GenerateResponse0\x01\x12\x38\n\x05Score\x12\x16.qerld.v1.ScoreRequest\x1a\x17.qerld.v1.ScoreResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,31 +35,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HELLO']._serialized_start=60
   _globals['_HELLO']._serialized_end=282
   _globals['_ADAPTERSTATE']._serialized_start=285
-  _globals['_ADAPTERSTATE']._serialized_end=427
-  _globals['_REPLICASTATE']._serialized_start=429
-  _globals['_REPLICASTATE']._serialized_end=540
-  _globals['_ATTACHREQUEST']._serialized_start=542
-  _globals['_ATTACHREQUEST']._serialized_end=643
-  _globals['_DESIREDVERSION']._serialized_start=645
-  _globals['_DESIREDVERSION']._serialized_end=765
-  _globals['_DESIREDSTATE']._serialized_start=767
-  _globals['_DESIREDSTATE']._serialized_end=845
-  _globals['_ATTACHRESPONSE']._serialized_start=847
-  _globals['_ATTACHRESPONSE']._serialized_end=904
-  _globals['_GENERATEREQUEST']._serialized_start=907
-  _globals['_GENERATEREQUEST']._serialized_end=1103
-  _globals['_GENERATERESPONSE']._serialized_start=1106
-  _globals['_GENERATERESPONSE']._serialized_end=1286
-  _globals['_SCOREITEM']._serialized_start=1288
-  _globals['_SCOREITEM']._serialized_end=1375
-  _globals['_SCOREREQUEST']._serialized_start=1377
-  _globals['_SCOREREQUEST']._serialized_end=1461
-  _globals['_SCOREDITEM']._serialized_start=1463
-  _globals['_SCOREDITEM']._serialized_end=1493
-  _globals['_SCORERESPONSE']._serialized_start=1495
-  _globals['_SCORERESPONSE']._serialized_end=1547
-  _globals['_REPLICASERVICE']._serialized_start=1549
-  _globals['_REPLICASERVICE']._serialized_end=1630
-  _globals['_POLICYREPLICASERVICE']._serialized_start=1633
-  _globals['_POLICYREPLICASERVICE']._serialized_end=1782
+  _globals['_ADAPTERSTATE']._serialized_end=445
+  _globals['_REPLICASTATE']._serialized_start=447
+  _globals['_REPLICASTATE']._serialized_end=558
+  _globals['_ATTACHREQUEST']._serialized_start=560
+  _globals['_ATTACHREQUEST']._serialized_end=661
+  _globals['_DESIREDVERSION']._serialized_start=663
+  _globals['_DESIREDVERSION']._serialized_end=783
+  _globals['_DESIREDSTATE']._serialized_start=785
+  _globals['_DESIREDSTATE']._serialized_end=863
+  _globals['_ATTACHRESPONSE']._serialized_start=865
+  _globals['_ATTACHRESPONSE']._serialized_end=922
+  _globals['_GENERATEREQUEST']._serialized_start=925
+  _globals['_GENERATEREQUEST']._serialized_end=1121
+  _globals['_GENERATERESPONSE']._serialized_start=1124
+  _globals['_GENERATERESPONSE']._serialized_end=1304
+  _globals['_SCOREITEM']._serialized_start=1306
+  _globals['_SCOREITEM']._serialized_end=1393
+  _globals['_SCOREREQUEST']._serialized_start=1395
+  _globals['_SCOREREQUEST']._serialized_end=1479
+  _globals['_SCOREDITEM']._serialized_start=1481
+  _globals['_SCOREDITEM']._serialized_end=1511
+  _globals['_SCORERESPONSE']._serialized_start=1513
+  _globals['_SCORERESPONSE']._serialized_end=1565
+  _globals['_REPLICASERVICE']._serialized_start=1567
+  _globals['_REPLICASERVICE']._serialized_end=1648
+  _globals['_POLICYREPLICASERVICE']._serialized_start=1651
+  _globals['_POLICYREPLICASERVICE']._serialized_end=1800
 # @@protoc_insertion_point(module_scope)

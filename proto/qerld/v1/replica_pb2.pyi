@@ -89,6 +89,7 @@ class AdapterState(_message.Message):
     LOAD_SECONDS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     NOISE_RATIO_FIELD_NUMBER: _builtins.int
+    RETRYING_FIELD_NUMBER: _builtins.int
     serving: _builtins.bool
     """Whether requests for it are served now."""
     in_flight: _builtins.int
@@ -99,6 +100,10 @@ class AdapterState(_message.Message):
     """Why it is not served although it was tried, also when it will be tried again; empty otherwise."""
     noise_ratio: _builtins.float
     """Realised sigma over intended sigma of the loaded noise, root mean square over its norms; 0 without noise."""
+    retrying: _builtins.bool
+    """Whether the error may pass and loading is soon tried again, as after a broken download. Not set once several tries in
+    a row have failed, although the server goes on trying.
+    """
     @_builtins.property
     def policy(self) -> _common_pb2.Policy:
         """Run and version."""
@@ -112,10 +117,11 @@ class AdapterState(_message.Message):
         load_seconds: _builtins.float = ...,
         error: _builtins.str = ...,
         noise_ratio: _builtins.float = ...,
+        retrying: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "in_flight", b"in_flight", "load_seconds", b"load_seconds", "noise_ratio", b"noise_ratio", "policy", b"policy", "serving", b"serving"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "in_flight", b"in_flight", "load_seconds", b"load_seconds", "noise_ratio", b"noise_ratio", "policy", b"policy", "retrying", b"retrying", "serving", b"serving"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
