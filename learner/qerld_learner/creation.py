@@ -22,6 +22,9 @@ from .trainer.client import TrainerDiedError, TrainerFailure
 from .trainer.messages import InitVersion, VersionMade
 from .versions import SLOTS_A_RUN, version_folder
 
+# Kinds of `TrainerFailure`: a full disk and a full GPU.
+_NOT_THE_REQUESTS_FAULT = ("OSError", "OutOfMemoryError")
+
 
 class RunCreator:
     """Creates runs, one at a time."""
@@ -87,6 +90,8 @@ class RunCreator:
                     before=lambda: shutil.rmtree(out, ignore_errors=True),
                 )
             except TrainerFailure as error:
+                if error.kind in _NOT_THE_REQUESTS_FAULT:
+                    raise RetryLaterError(f"version 0 was not made: {error}", retry_after=5.0) from error
                 field = "initial_adapter" if initial_adapter else "config"
                 raise InvalidRequestError([Violation(field, f"the trainer refused it: {error}")]) from error
             except TrainerDiedError as error:

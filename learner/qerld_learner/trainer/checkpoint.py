@@ -82,8 +82,8 @@ def write_version(out_dir: Path, state: AdapterState, config: TrainerConfig, see
         (folder / "adapter").mkdir()
         _write_text(folder / ADAPTER_CONFIG_FILE, json.dumps(_peft_config(config), indent=2, sort_keys=True))
         published = {PEFT_PREFIX + name: tensor.bfloat16().cpu().contiguous() for name, tensor in state.weights.items()}
-        save_file(published, folder / ADAPTER_FILE, metadata={"format": "pt"})
-        save_file(_flatten(state), folder / STATE_FILE)
+        _save(published, folder / ADAPTER_FILE)
+        _save(_flatten(state), folder / STATE_FILE)
         files = {name: _describe(folder / name) for name in (ADAPTER_CONFIG_FILE, ADAPTER_FILE, STATE_FILE)}
         index = json.dumps(_index(state, config, seed, files), indent=2, sort_keys=True)
         _write_text(folder / INDEX_FILE, index)
@@ -243,6 +243,13 @@ def _load(path: Path, device: torch.device) -> dict[str, Tensor]:
         return tensors
     except SafetensorError as error:
         raise VersionFolderError(f"{path} cannot be read ({error}); use the last committed version") from error
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # which is no OSError, also when the disk is full
+        raise OSError(f"{path} cannot be written ({error}); free space on its disk") from error
 
 
 def _write_text(path: Path, text: str) -> None:
