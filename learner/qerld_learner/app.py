@@ -21,6 +21,8 @@ from qerld_learner.settings import LearnerSettings
 
 log = logging.getLogger(__name__)
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
+
 
 @dataclass(frozen=True)
 class Ports:
@@ -74,6 +76,10 @@ async def serve(settings: LearnerSettings) -> None:
         with _ready_file(settings.ready_file, ports):
             address = f"gRPC {settings.host}:{ports.port}, metrics http://{settings.host}:{ports.metrics_port}/metrics"
             log.info("learner serves %s: %s", settings.model, address)
+            if settings.host not in LOOPBACK:
+                log.warning(
+                    "there is no authentication: whoever reaches %s can train and attach servers", settings.host
+                )
             await stop.wait()
             log.info("stopping; calls have %g s to finish", settings.stop_grace)
     log.info("stopped")

@@ -93,6 +93,12 @@ async def test_submit_prompts_names_the_item(api: Api, shared_run: str) -> None:
     request = rollout_pb2.SubmitPromptsRequest(run=shared_run, request_id=new_id(), prompts=items)
     error = await failure(api.rollouts.SubmitPrompts(request, timeout=10))
     assert set(violations(error)) == {"prompts[1].group_size"}
+    many = [rollout_pb2.PromptItem(prompt=ids(5), group_size=1024)] * 17
+    request = rollout_pb2.SubmitPromptsRequest(run=shared_run, request_id=new_id(), prompts=many)
+    assert (
+        "at most 16384 rollouts"
+        in violations(await failure(api.rollouts.SubmitPrompts(request, timeout=10)))["prompts"]
+    )
     empty = rollout_pb2.SubmitPromptsRequest(run=shared_run, request_id=new_id())
     assert "got 0" in violations(await failure(api.rollouts.SubmitPrompts(empty, timeout=10)))["prompts"]
 

@@ -22,6 +22,8 @@ MAX_STOP_STRING = 256
 MAX_OUTCOMES = 4096
 MAX_COMPONENTS = 64
 MAX_PROMPTS = 1024
+MAX_ROLLOUTS = 16_384
+"""Rollouts of one SubmitPrompts: each is a row, and the store's one writer inserts them in one transaction."""
 NOT_ALLOWED = (
     "training rollouts accept temperature, max_tokens, seed, stop_ids and stop_strings only, "
     "since anything else changes the behaviour distribution; leave it out"

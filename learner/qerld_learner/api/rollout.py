@@ -43,6 +43,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             checks.done()
         limits = await self._service.limits(request.run)
         specs = [requests.prompt_spec(checks, item, limits, f"prompts[{i}].") for i, item in enumerate(request.prompts)]
+        rollouts = sum(spec.group_size for spec in specs)
+        if rollouts > requests.MAX_ROLLOUTS:
+            limit = f"must make at most {requests.MAX_ROLLOUTS} rollouts together, got {rollouts}"
+            checks.add("prompts", f"{limit}; split the request")
         checks.done()
         group_ids = await self._service.learner.submit_prompts(
             request.run, request.request_id, body_hash(request), specs
