@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from typing import Any
 
@@ -86,6 +87,18 @@ async def test_all_problems_come_at_once(api: Api, shared_run: str) -> None:
     request = sample_request(shared_run, group_size=1, prompt=prompt(), sampling=Sampling(temperature=-1))
     error = await failure(api.rollouts.Sample(request, timeout=10))
     assert set(violations(error)) == {"group_size", "prompt.form", "sampling.temperature"}
+
+
+async def test_a_huge_text_holds_nobody_up(api: Api, shared_run: str) -> None:
+    request = sample_request(shared_run, prompt=prompt(text="seven words of text come again " * 60_000))
+    call = asyncio.ensure_future(failure(api.rollouts.Sample(request, timeout=60)))
+    answered = 0
+    while not call.done():
+        await api.runs.GetRun(run_pb2.GetRunRequest(run=shared_run), timeout=30)
+        answered += 1
+        await asyncio.sleep(0.02)
+    assert "context of 512 tokens" in violations(await call)["prompt.text"]
+    assert answered > 5
 
 
 async def test_submit_prompts_names_the_item(api: Api, shared_run: str) -> None:

@@ -25,7 +25,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> AsyncIterator[rollout_pb2.SampleResponse]:
         check_mutation(request.run, request.request_id)
         checks = Checks()
-        spec = requests.prompt_spec(checks, request, await self._service.limits(request.run))
+        limits = await self._service.limits(request.run)
+        spec = await self._service.tokenise(requests.prompt_spec, checks, request, limits)
         checks.done()
         events = self._service.learner.sample(request.run, request.request_id, body_hash(request), spec)
         async for event in events:
@@ -42,7 +43,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             checks.add("prompts", f"{limit}; split the request")
             checks.done()
         limits = await self._service.limits(request.run)
-        specs = [requests.prompt_spec(checks, item, limits, f"prompts[{i}].") for i, item in enumerate(request.prompts)]
+        specs = [
+            await self._service.tokenise(requests.prompt_spec, checks, item, limits, f"prompts[{i}].")
+            for i, item in enumerate(request.prompts)
+        ]
         rollouts = sum(spec.group_size for spec in specs)
         if rollouts > requests.MAX_ROLLOUTS:
             limit = f"must make at most {requests.MAX_ROLLOUTS} rollouts together, got {rollouts}"
@@ -73,7 +77,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def _import(self, request: rollout_pb2.ImportTrajectoriesRequest) -> rollout_pb2.ImportedGroup:
         check_mutation(request.run, request.request_id)
         checks = Checks()
-        spec, trajectories = requests.imported_group(checks, request, await self._service.limits(request.run))
+        limits = await self._service.limits(request.run)
+        spec, trajectories = await self._service.tokenise(requests.imported_group, checks, request, limits)
         checks.done()
         group = await self._service.learner.import_group(
             request.run, request.request_id, body_hash(request), spec, trajectories
