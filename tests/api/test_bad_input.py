@@ -183,10 +183,16 @@ async def test_create_run_refuses_names(api: Api, name: str) -> None:
     assert "a-z, 0-9" in violations(error)["run"]
 
 
-async def test_create_run_refuses_an_adapter_of_another_shape(api: Api) -> None:
-    request = run_pb2.CreateRunRequest(run="shape", request_id=new_id(), initial_adapter=b"not safetensors")
-    error = await failure(api.runs.CreateRun(request, timeout=120))
-    assert error.code() is INVALID, error.details()
+async def test_create_run_refuses_an_adapter_of_another_shape(api: Api, shared_run: str) -> None:
+    policy = common_pb2.Policy(run=shared_run, version=0)
+    download = api.policies.DownloadAdapter(policy_pb2.DownloadAdapterRequest(policy=policy), timeout=10)
+    adapter = b"".join([chunk.data async for chunk in download])
+    config = run_pb2.RunConfig(lora=run_pb2.LoraConfig(rank=3))
+    for weights, text in ((b"not safetensors", "cannot be read"), (adapter, "shape")):
+        request = run_pb2.CreateRunRequest(run="shape", request_id=new_id(), config=config, initial_adapter=weights)
+        error = await failure(api.runs.CreateRun(request, timeout=120))
+        assert error.code() is INVALID, error.details()
+        assert text in violations(error)["initial_adapter"]
     assert (await failure(api.runs.GetRun(run_pb2.GetRunRequest(run="shape")))).code() is NOT_FOUND
 
 
