@@ -155,6 +155,7 @@ class RunLoop:
             closed = await self._shared.write_patiently(mutation)
         except FencedError as error:
             _log.warning("step discarded: %s", error)
+            _clear(self._shared.options.state_dir / folder)
             return
         self._shared.publish(self._run, closed)
         for _group in batch.group_ids:

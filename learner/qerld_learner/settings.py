@@ -33,7 +33,9 @@ class LearnerSettings(BaseSettings):
     state_dir: Path = Field(
         Path("runs/learner"), description="Folder of the store and the policy versions; one learner a folder."
     )
-    store_url: str | None = Field(None, description="SQLAlchemy URL of the store; unset: SQLite in state_dir.")
+    store_url: str | None = Field(
+        None, description="SQLAlchemy URL of the store; unset: SQLite in state_dir. Only SQLite is tested."
+    )
     host: str = Field("127.0.0.1", description="Address that the gRPC and the metrics port bind to.")
     port: int = Field(50051, ge=0, le=65535, description="Port of the gRPC API; 0 takes a free one.")
     metrics_port: int = Field(9464, ge=0, le=65535, description="Port of the Prometheus metrics; 0 takes a free one.")

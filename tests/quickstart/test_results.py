@@ -52,7 +52,7 @@ def test_files_and_table(tmp_path: Path) -> None:
         "held_out": {"before": held_out, "after": held_out | {"exact_probability": 0.789}},
         **series.summary(),
         "swap_ms": {"load_mean": 12.0, "commit_to_live_mean": None, "commit_to_live_max": None},
-        "checks": {"rollouts": 1, "tokens": 4321, "versions_sampled": 3, "held_out_trained": 0},
+        "checks": {"rollouts": 1, "tokens": 4321, "versions_sampled": 3},
     }
     write_summary(tmp_path / "summary.json", summary)
     assert json.loads((tmp_path / "summary.json").read_text()) == summary

@@ -22,7 +22,6 @@ class Audit:
     rollouts: int
     tokens: int
     versions_sampled: int
-    held_out_trained: int = 0
 
 
 def audit(channel: grpc.Channel, run: str, questions: Sequence[Question]) -> Audit:
