@@ -31,9 +31,9 @@ CLEAN, NOISY, OTHER = AdapterKey("bench", 1, False), AdapterKey("bench", 1, True
 Sampler = Callable[[str, list[int], int], Awaitable[int]]
 
 
-def make_adapter(model: Path, folder: Path, rank: int) -> Path:
+def make_adapter(model: Path, folder: Path, rank: int, seed: int = 0) -> Path:
     """A random PEFT adapter on every linear layer of the model, small enough to leave its text alone."""
-    generator, tensors = torch.Generator().manual_seed(0), {}
+    generator, tensors = torch.Generator().manual_seed(seed), {}
     for name, (out, features) in linear_shapes(CheckpointReader(model)).items():
         a = torch.randn(rank, features, generator=generator) / features**0.5
         b = 0.02 * torch.randn(out, rank, generator=generator)

@@ -24,27 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from qerld_kernels.checkpoint import CheckpointReader
+from gpu_engine import make_adapter
 from qerld_kernels.noise import Noise
-from qerld_service.adapters import AdapterKey, linear_shapes
+from qerld_service.adapters import AdapterKey
 from qerld_service.engine import EngineConfig, PolicyEngine, Sampling
-from safetensors.torch import save_file
 
 PROMPT_TOKENS = 64
-
-
-def make_adapter(model: Path, folder: Path, rank: int, seed: int) -> Path:
-    """A random PEFT adapter on every linear layer of the model."""
-    generator, tensors = torch.Generator().manual_seed(seed), {}
-    for name, (out, features) in linear_shapes(CheckpointReader(model)).items():
-        tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(rank, features, generator=generator).bfloat16()
-        tensors[f"base_model.model.{name}.lora_B.weight"] = torch.zeros(out, rank).bfloat16()
-    folder.mkdir()
-    save_file(tensors, folder / "adapter_model.safetensors")
-    targets = sorted({name.split(".")[-3] for name in tensors})
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none", "target_modules": targets}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
 
 
 async def stream(
