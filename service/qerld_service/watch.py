@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import threading
 import time
@@ -10,8 +11,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-import grpc
-from qerld.v1 import run_pb2, run_pb2_grpc
+from qerld.v1 import run_pb2
+from qerld_client import Client, QerldError
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
@@ -20,6 +21,7 @@ from rich.text import Text
 HISTORY = 400
 SPARK_WIDTH = 40
 BARS = "▁▂▃▄▅▆▇█"
+# Of one call, retries included: a learner that restarts is waited for, one that is not there is told of.
 DEADLINE = 10.0
 REFRESH_SECONDS = 1.0
 # Title, metric, number format.
@@ -57,71 +59,62 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--once", action="store_true", help="print the state once and end")
     arguments = parser.parse_args(argv)
     console = Console()
-    with grpc.insecure_channel(arguments.target) as channel:
+    with Client(arguments.target, timeout=DEADLINE) as client:
         try:
-            watch(run_pb2_grpc.RunServiceStub(channel), arguments.run, arguments.once, console)
+            watch(client, arguments.run, arguments.once, console)
         except WatchError as error:
             sys.stderr.write(f"qerld watch: {error}\n")
             return 1
-        except grpc.RpcError as error:
-            sys.stderr.write(f"qerld watch: {arguments.target}: {rpc_text(error)}\n")
+        except QerldError as error:
+            sys.stderr.write(f"qerld watch: {arguments.target}: {error}\n")
             return 1
     return 0
 
 
-def watch(service: run_pb2_grpc.RunServiceStub, name: str | None, once: bool, console: Console) -> None:
-    """Show a run until interrupted; raises WatchError, grpc.RpcError."""
-    view = View(pick_run(service, name))
+def watch(client: Client, name: str | None, once: bool, console: Console) -> None:
+    """Show a run until interrupted; raises WatchError, QerldError."""
+    view = View(pick_run(client, name))
     if once:
-        view.reports.extend(stored_reports(service, view.run))
-        view.replicas = list_replicas(service)
+        view.reports.extend(stored_reports(client, view.run))
+        view.replicas = client.list_replicas()
         console.print(render(view))
         return
-    request = run_pb2.WatchRunRequest(run=view.run.name, after_step=0)
-    reports = service.WatchRun(request)
-    threading.Thread(target=collect, args=(reports, view), daemon=True).start()
+    threading.Thread(target=collect, args=(client.watch_run(view.run.name), view), daemon=True).start()
     with Live(render(view), console=console, refresh_per_second=4) as live:
         while True:
-            view.run = service.GetRun(run_pb2.GetRunRequest(run=view.run.name), timeout=DEADLINE).run
-            view.replicas = list_replicas(service)
+            view.run = client.get_run(view.run.name)
+            view.replicas = client.list_replicas()
             live.update(render(view))
             time.sleep(REFRESH_SECONDS)
 
 
-def pick_run(service: run_pb2_grpc.RunServiceStub, name: str | None) -> run_pb2.Run:
+def pick_run(client: Client, name: str | None) -> run_pb2.Run:
     if name is not None:
-        return service.GetRun(run_pb2.GetRunRequest(run=name), timeout=DEADLINE).run
-    runs = service.ListRuns(run_pb2.ListRunsRequest(), timeout=DEADLINE).runs
+        return client.get_run(name)
+    runs = client.list_runs()
     if not runs:
         raise WatchError("the learner has no run yet; create one, or run `qerld quickstart`")
     return runs[-1]
 
 
-def list_replicas(service: run_pb2_grpc.RunServiceStub) -> list[run_pb2.Replica]:
-    return list(service.ListReplicas(run_pb2.ListReplicasRequest(), timeout=DEADLINE).replicas)
-
-
-def stored_reports(service: run_pb2_grpc.RunServiceStub, run: run_pb2.Run) -> list[run_pb2.RunReport]:
+def stored_reports(client: Client, run: run_pb2.Run) -> list[run_pb2.RunReport]:
     """Reports of the steps taken so far."""
     reports: list[run_pb2.RunReport] = []
     if run.step == 0:
         return reports
-    stream = service.WatchRun(run_pb2.WatchRunRequest(run=run.name, after_step=0), timeout=DEADLINE)
-    for answer in stream:
-        reports.append(answer.report)
-        if answer.report.step >= run.step:
-            stream.cancel()
-            break
+    with client.watch_run(run.name, timeout=DEADLINE) as stream:
+        for report in stream:
+            reports.append(report)
+            if report.step >= run.step:
+                break
     return reports
 
 
-def collect(stream: Iterable[run_pb2.WatchRunResponse], view: View) -> None:
+def collect(reports: Iterable[run_pb2.RunReport], view: View) -> None:
     """Append reports as they come; the polling in `watch` notices when the learner is gone."""
-    try:
-        for answer in stream:
-            view.reports.append(answer.report)
-    except grpc.RpcError:
-        return
+    with contextlib.suppress(QerldError):
+        for report in reports:
+            view.reports.append(report)
 
 
 def render(view: View) -> Group:
@@ -180,10 +173,3 @@ def replica_table(replicas: Sequence[run_pb2.Replica]) -> Table | Text:
         row = (replica.replica_id, replica.endpoint, replica.engine_version, versions, str(replica.in_flight), state)
         table.add_row(*row)
     return table
-
-
-def rpc_text(error: grpc.RpcError) -> str:
-    """Status and details of a failed call."""
-    if isinstance(error, grpc.Call):
-        return f"{error.code().name}: {error.details()}"
-    return str(error)

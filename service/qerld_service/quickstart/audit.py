@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import grpc
-from qerld.v1 import common_pb2, policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_grpc
+from qerld.v1 import common_pb2, rollout_pb2
+from qerld_client import Client
 
 from qerld_service.quickstart.held_out import Question
 from qerld_service.quickstart.session import QuickstartError
-
-DEADLINE = 30.0
-PAGE = 1000
 
 
 @dataclass(frozen=True)
@@ -24,13 +21,13 @@ class Audit:
     versions_sampled: int
 
 
-def audit(channel: grpc.Channel, run: str, questions: Sequence[Question]) -> Audit:
+def audit(client: Client, run: str, questions: Sequence[Question]) -> Audit:
     """Check every trained rollout of the run; raises QuickstartError naming the first that does not hold."""
-    noises = {version.policy.version: version.noise for version in list_versions(channel, run)}
+    noises = {version.policy.version: version.noise for version in client.list_versions(run)}
     held_out = {question.prompt_ids for question in questions}
     rollouts = tokens = 0
     used: set[int] = set()
-    for rollout in trained_rollouts(channel, run):
+    for rollout in trained_rollouts(client, run):
         if tuple(rollout.prompt.ids) in held_out:
             raise QuickstartError(f"rollout {rollout.rollout_id}: its prompt is held out and was trained on")
         check_spans(rollout, noises)
@@ -60,34 +57,10 @@ def same_noise(first: common_pb2.Noise, second: common_pb2.Noise) -> bool:
     return first == second or first.sigma == second.sigma == 0
 
 
-def list_versions(channel: grpc.Channel, run: str) -> Iterator[policy_pb2.PolicyVersion]:
-    """All versions of the run, newest first."""
-    stub = policy_pb2_grpc.PolicyServiceStub(channel)
-    token = ""
-    while True:
-        page = stub.ListVersions(
-            policy_pb2.ListVersionsRequest(run=run, page_size=PAGE, page_token=token), timeout=DEADLINE
-        )
-        yield from page.versions
-        token = page.next_page_token
-        if not token:
-            return
-
-
-def trained_rollouts(channel: grpc.Channel, run: str) -> Iterator[common_pb2.Rollout]:
-    stub = rollout_pb2_grpc.RolloutServiceStub(channel)
-    token = ""
-    while True:
-        request = rollout_pb2.ListGroupsRequest(
-            run=run, state=rollout_pb2.GROUP_STATE_TRAINED, page_size=PAGE, page_token=token
-        )
-        page = stub.ListGroups(request, timeout=DEADLINE)
-        for group in page.groups:
-            for rollout_id in group.rollout_ids:
-                answer = stub.GetRollout(rollout_pb2.GetRolloutRequest(rollout_id=rollout_id), timeout=DEADLINE)
-                # A failed rollout takes no part in training.
-                if answer.rollout.state == common_pb2.ROLLOUT_STATE_FINISHED:
-                    yield answer.rollout
-        token = page.next_page_token
-        if not token:
-            return
+def trained_rollouts(client: Client, run: str) -> Iterator[common_pb2.Rollout]:
+    for group in client.list_groups(run, rollout_pb2.GROUP_STATE_TRAINED):
+        for rollout_id in group.rollout_ids:
+            rollout = client.get_rollout(rollout_id)
+            # A failed rollout takes no part in training.
+            if rollout.state == common_pb2.ROLLOUT_STATE_FINISHED:
+                yield rollout

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from qerld.v1 import policy_pb2, run_pb2, run_pb2_grpc
+from qerld.v1 import policy_pb2, run_pb2
+from qerld_client import Client, QerldError
+from qerld_client.errors import from_rpc
 from qerld_kernels.errors import CheckpointError, QuantizationError
 from rich.console import Console
 from rich.progress import Progress
 
-from qerld_service.quickstart.adapter import download_adapter
-from qerld_service.quickstart.audit import Audit, audit, list_versions
+from qerld_service.quickstart.audit import Audit, audit
 from qerld_service.quickstart.held_out import HeldOut, Question, evaluate, questions_of
 from qerld_service.quickstart.model import ModelPackageError, prepare_smollm2
 from qerld_service.quickstart.progress import follow
@@ -28,7 +29,6 @@ from qerld_service.quickstart.results import Series, draw_curves, result_table, 
 from qerld_service.quickstart.session import QuickstartError, rewarding, serving
 from qerld_service.quickstart.swaps import swap_milliseconds
 from qerld_service.quickstart.tasks import TASKS, make_task
-from qerld_service.watch import list_replicas, rpc_text
 
 RUN = "quickstart"
 MAX_TOKENS = 12
@@ -43,7 +43,6 @@ SIGMA_START, SIGMA_END, STAGES = 0.03, 0.003, 10
 # Nats a token, by the number format of both sides: bf16 products round differently in trainer and server.
 LARGEST_GAP = {"float32": 1e-3, "bfloat16": 5e-2}
 VERSION_SECONDS = 60.0
-DEADLINE = 60.0
 
 
 @dataclass(frozen=True)
@@ -93,8 +92,9 @@ def main(argv: Sequence[str]) -> int:
     except (QuickstartError, ModelPackageError, CheckpointError, QuantizationError, OSError) as error:
         sys.stderr.write(f"qerld quickstart: {error}\n")
         return 1
-    except grpc.RpcError as error:
-        sys.stderr.write(f"qerld quickstart: {rpc_text(error)}; the logs are in {options.out}\n")
+    except (QerldError, grpc.RpcError) as error:
+        error = error if isinstance(error, QerldError) else from_rpc(error)
+        sys.stderr.write(f"qerld quickstart: {error}; the logs are in {options.out}\n")
         return 1
     console.print(result_table(summary))
     console.print(f"wrote {options.out}: summary.json, curves.png, adapter/, serve.log, client.log")
@@ -122,7 +122,7 @@ def parse(argv: Sequence[str]) -> Options:
 
 
 def quickstart(options: Options, console: Console) -> dict[str, Any]:
-    """Run everything and write the results; returns summary.json's content. Raises QuickstartError, grpc.RpcError."""
+    """Run everything and write the results; returns summary.json's content. Raises QuickstartError, QerldError."""
     clock = Clock()
     task = make_task(options.task, options.seed)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -134,23 +134,24 @@ def quickstart(options: Options, console: Console) -> dict[str, Any]:
     started = time.monotonic()
     with serving(serve_command(options, model, ready_file), options.out / "serve.log", ready_file) as (server, ready):
         clock.seconds["start"] = round(time.monotonic() - started, 2)
-        with grpc.insecure_channel(ready["target"]) as channel:
-            create_run(channel, options)
-            before = measured(channel, 0, questions, clock, "evaluate_before", console)
+        with Client(ready["target"]) as client:
+            create_run(client, options)
+            before = measured(client, 0, questions, clock, "evaluate_before", console)
             with (
                 clock.part("loop"),
                 rewarding(
                     ready["target"], RUN, task.name, options.seed, IN_FLIGHT, options.out / "client.log"
-                ) as client,
+                ) as rewarder,
             ):
-                reports = follow(channel, RUN, options.steps, [server, client], console)
+                reports = follow(client, RUN, options.steps, [server, rewarder], console)
             final = reports[-1].version
-            after = measured(channel, final, questions, clock, "evaluate_after", console)
-            checked = audit(channel, RUN, questions)
-            loop = Loop(Series(reports), list(list_versions(channel, RUN)), before, after, checked)
+            after = measured(client, final, questions, clock, "evaluate_after", console)
+            checked = audit(client, RUN, questions)
+            loop = Loop(Series(reports), list(client.list_versions(RUN)), before, after, checked)
             check_gap(loop.series, LARGEST_GAP[ready["dtype"]])
             swaps = swap_milliseconds(loop.versions, ready["policy_metrics_port"])
-            digest = download_adapter(channel, RUN, final, options.out / "adapter")
+            digest = client.get_policy(RUN, final).adapter_sha256
+            client.download_adapter(RUN, options.out / "adapter", final)
     summary = summarise(options, loop, clock) | {
         "swap_ms": swaps,
         "adapter_sha256": digest,
@@ -187,7 +188,7 @@ def serve_command(options: Options, model: Path, ready_file: Path) -> list[str]:
     return command
 
 
-def create_run(channel: grpc.Channel, options: Options) -> None:
+def create_run(client: Client, options: Options) -> None:
     config = run_pb2.RunConfig(
         lora=run_pb2.LoraConfig(rank=16, alpha=32),
         optimizer=run_pb2.Optimizer(learning_rate=LEARNING_RATES.get(options.task, LEARNING_RATE)),
@@ -207,16 +208,15 @@ def create_run(channel: grpc.Channel, options: Options) -> None:
         max_steps=options.steps,
         seed=options.seed,
     )
-    request = run_pb2.CreateRunRequest(run=RUN, request_id="quickstart-create", config=config)
-    run_pb2_grpc.RunServiceStub(channel).CreateRun(request, timeout=DEADLINE)
+    client.create_run(RUN, config)
 
 
 def measured(
-    channel: grpc.Channel, version: int, questions: Sequence[Question], clock: Clock, part: str, console: Console
+    client: Client, version: int, questions: Sequence[Question], clock: Clock, part: str, console: Console
 ) -> HeldOut:
     """Held-out numbers of one version, once a policy server serves it."""
     with clock.part(part):
-        endpoint = endpoint_serving(channel, version)
+        endpoint = endpoint_serving(client, version)
         result = evaluate(endpoint, RUN, version, questions, MAX_TOKENS)
     console.print(
         f"held out, version {version}: exact probability {result.exact_probability:.3f}, greedy "
@@ -225,11 +225,10 @@ def measured(
     return result
 
 
-def endpoint_serving(channel: grpc.Channel, version: int) -> str:
-    stub = run_pb2_grpc.RunServiceStub(channel)
+def endpoint_serving(client: Client, version: int) -> str:
     deadline = time.monotonic() + VERSION_SECONDS
     while time.monotonic() < deadline:
-        for replica in list_replicas(stub):
+        for replica in client.list_replicas():
             if any(policy.run == RUN and policy.version == version for policy in replica.loaded):
                 return replica.endpoint
         time.sleep(0.2)

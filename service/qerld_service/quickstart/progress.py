@@ -7,8 +7,8 @@ import threading
 import time
 from collections.abc import Sequence
 
-import grpc
-from qerld.v1 import run_pb2, run_pb2_grpc
+from qerld.v1 import run_pb2
+from qerld_client import Client, QerldError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -16,16 +16,14 @@ from qerld_service.quickstart.session import LoggedProcess, QuickstartError
 
 STALL_SECONDS = 180.0
 POLL_SECONDS = 1.0
-DEADLINE = 30.0
 
 
 def follow(
-    channel: grpc.Channel, run: str, steps: int, processes: Sequence[LoggedProcess], console: Console
+    client: Client, run: str, steps: int, processes: Sequence[LoggedProcess], console: Console
 ) -> list[run_pb2.RunReport]:
     """Return the reports of all steps; raises QuickstartError when a process ends, the run pauses or nothing moves."""
-    stub = run_pb2_grpc.RunServiceStub(channel)
-    arrived: queue.Queue[run_pb2.RunReport | grpc.RpcError] = queue.Queue()
-    threading.Thread(target=collect, args=(stub, run, arrived), daemon=True).start()
+    arrived: queue.Queue[run_pb2.RunReport | QerldError] = queue.Queue()
+    threading.Thread(target=collect, args=(client, run, arrived), daemon=True).start()
     reports: list[run_pb2.RunReport] = []
     columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as bar:
@@ -35,9 +33,9 @@ def follow(
             try:
                 item = arrived.get(timeout=POLL_SECONDS)
             except queue.Empty:
-                check_progress(stub, run, processes, moved)
+                check_progress(client, run, processes, moved)
                 continue
-            if isinstance(item, grpc.RpcError):
+            if isinstance(item, QerldError):
                 raise item
             moved = time.monotonic()
             reports.append(item)
@@ -46,22 +44,18 @@ def follow(
     return reports
 
 
-def collect(
-    stub: run_pb2_grpc.RunServiceStub, run: str, arrived: queue.Queue[run_pb2.RunReport | grpc.RpcError]
-) -> None:
+def collect(client: Client, run: str, arrived: queue.Queue[run_pb2.RunReport | QerldError]) -> None:
     try:
-        for answer in stub.WatchRun(run_pb2.WatchRunRequest(run=run, after_step=0)):
-            arrived.put(answer.report)
-    except grpc.RpcError as error:
+        for report in client.watch_run(run):
+            arrived.put(report)
+    except QerldError as error:
         arrived.put(error)
 
 
-def check_progress(
-    stub: run_pb2_grpc.RunServiceStub, run: str, processes: Sequence[LoggedProcess], moved: float
-) -> None:
+def check_progress(client: Client, run: str, processes: Sequence[LoggedProcess], moved: float) -> None:
     for process in processes:
         process.check()
-    state = stub.GetRun(run_pb2.GetRunRequest(run=run), timeout=DEADLINE).run
+    state = client.get_run(run)
     logs = "\n".join(process.tail() for process in processes)
     if state.state == run_pb2.RUN_STATE_PAUSED:
         raise QuickstartError(f"the run was paused at step {state.step}: {state.reason}\n{logs}")
