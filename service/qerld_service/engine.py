@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Delta", "EngineConfig", "EngineDiedError", "EngineStats", "PolicyEngine", "RequestError", "Sampling"]
 
+MAX_STOPS = 64  # each is looked for after every token; the learner's API has the same limits
+MAX_STOP_STRING = 256
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM's max_lora_rank may be
 
 
@@ -250,8 +252,8 @@ class PolicyEngine:
         """
         from vllm import SamplingParams
 
-        ids = [*prompt_ids, *completion_ids]
         self._check_ids(prompt_ids, len(completion_ids))
+        ids = [*prompt_ids, *completion_ids]
         self._check_ids(ids, 0)
         params = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
         async with self._request(key) as slot:

@@ -12,13 +12,13 @@ import json
 import socket
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import jinja2
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -27,24 +27,13 @@ from transformers import PreTrainedTokenizerFast
 from qerld_service.adapters import AdapterNotLoadedError
 from qerld_service.engine import Delta, EngineDiedError, PolicyEngine, RequestError
 from qerld_service.metrics import PolicyMetrics
-from qerld_service.openai_types import ChatForm, ChatRequest, CompletionRequest, TextForm
+from qerld_service.openai_requests import ApiError, read_request
+from qerld_service.openai_types import ChatForm, ChatMessage, ChatRequest, CompletionRequest, TextForm
 from qerld_service.reconciler import NotServedError, Reconciler
 
 HOST = "127.0.0.1"
 Result = TypeVar("Result")
 Form = ChatForm | TextForm
-
-
-class ApiError(Exception):
-    """An answer in OpenAI's error format."""
-
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.param, self.code = status, param, code
-
-    def body(self) -> dict[str, Any]:
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
 class OpenAIProxy:
@@ -54,6 +43,10 @@ class OpenAIProxy:
         self, engine: PolicyEngine, reconciler: Reconciler, tokenizer: PreTrainedTokenizerFast, metrics: PolicyMetrics
     ) -> None:
         self._engine, self._reconciler, self._tokenizer, self._metrics = engine, reconciler, tokenizer, metrics
+        # Text of token ids that were asked for; it grows to the size of the vocabulary.
+        self._texts: dict[int, str] = {}
+        # Off the event loop, which gRPC shares. One thread: the tokenizer is not made for several.
+        self._aside = ThreadPoolExecutor(1, "openai")
 
     def models(self) -> dict[str, Any]:
         """GET /v1/models: runs with a live version."""
@@ -69,27 +62,39 @@ class OpenAIProxy:
         ]
         return {"object": "list", "data": rows}
 
-    async def chat(self, http: Request, body: ChatRequest) -> Response:
-        messages = [{"role": message.role, "content": message.text} for message in body.messages]
+    async def chat(self, http: Request) -> Response:
+        body = await read_request(http, ChatRequest, self._engine.max_model_len)
+        self._check_model(body.model)
+        return await self._answer(http, body, ChatForm(), await self._off_loop(self._chat_ids, body.messages))
+
+    async def complete(self, http: Request) -> Response:
+        body = await read_request(http, CompletionRequest, self._engine.max_model_len)
+        self._check_model(body.model)
+        prompt = body.prompt
+        ids = await self._off_loop(self._text_ids, prompt) if isinstance(prompt, str) else prompt
+        return await self._answer(http, body, TextForm(), ids)
+
+    async def _off_loop(self, work: Callable[..., Result], *arguments: Any) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._aside, work, *arguments)
+
+    def _check_model(self, run: str) -> None:
+        if run not in self._reconciler.runs:
+            known = self._reconciler.runs
+            raise ApiError(404, f"model: no run {run[:80]!r} here; runs are {known}", code="model_not_found")
+
+    def _chat_ids(self, messages: Sequence[ChatMessage]) -> list[int]:
+        turns = [{"role": message.role, "content": message.text} for message in messages]
         try:
-            ids = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            return list(self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False))
         except (jinja2.TemplateError, ValueError) as error:
             raise ApiError(400, f"messages: the chat template refuses them: {error}", param="messages") from error
-        return await self._answer(http, body, ChatForm(), ids)
 
-    async def complete(self, http: Request, body: CompletionRequest) -> Response:
-        prompt = body.prompt
-        return await self._answer(
-            http, body, TextForm(), self._tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
-        )
+    def _text_ids(self, text: str) -> list[int]:
+        return list(self._tokenizer(text)["input_ids"])
 
     async def _answer(
         self, http: Request, body: ChatRequest | CompletionRequest, form: Form, ids: Sequence[int]
     ) -> Response:
-        if body.model not in self._reconciler.runs:
-            raise ApiError(
-                404, f"model: no run {body.model!r} here; runs are {self._reconciler.runs}", code="model_not_found"
-            )
         adapter = self._reconciler.live(body.model)
         head: dict[str, Any] = {
             "id": f"{form.id_prefix}-{uuid.uuid4().hex}",
@@ -107,7 +112,8 @@ class OpenAIProxy:
             return StreamingResponse(
                 self._events(head, form, body, len(ids), first, deltas), media_type="text/event-stream"
             )
-        return JSONResponse(await while_connected(http, self._whole(head, form, body, len(ids), deltas)))
+        wholes = await while_connected(http, self._wholes(body.n, deltas))
+        return await self._off_loop(self._whole, head, form, body, len(ids), wholes)
 
     async def _counted(self, method: str, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
         with self._metrics.call(method) as outcome:
@@ -121,25 +127,29 @@ class OpenAIProxy:
                 outcome.code = str(api_error(error).status)
                 raise
 
-    async def _whole(
+    async def _wholes(self, count: int, deltas: AsyncGenerator[Delta, None]) -> list[Delta]:
+        wholes = [Delta(index, [], [], None, "") for index in range(count)]
+        async with contextlib.aclosing(deltas):
+            async for delta in deltas:
+                wholes[delta.index] = joined(wholes[delta.index], delta)
+        return wholes
+
+    def _whole(
         self,
         head: dict[str, Any],
         form: Form,
         body: ChatRequest | CompletionRequest,
         prompt_tokens: int,
-        deltas: AsyncGenerator[Delta, None],
-    ) -> dict[str, Any]:
-        wholes = [Delta(index, [], [], None, "") for index in range(body.n)]
-        async with contextlib.aclosing(deltas):
-            async for delta in deltas:
-                wholes[delta.index] = joined(wholes[delta.index], delta)
-        choices = [form.choice(whole, self._logprobs(body, whole)) for whole in wholes]
-        return {
-            **head,
-            "object": form.whole,
-            "choices": choices,
-            "usage": usage(prompt_tokens, sum(len(whole.token_ids) for whole in wholes)),
-        }
+        wholes: Sequence[Delta],
+    ) -> Response:
+        return JSONResponse(
+            {
+                **head,
+                "object": form.whole,
+                "choices": [form.choice(whole, self._logprobs(body, whole)) for whole in wholes],
+                "usage": usage(prompt_tokens, sum(len(whole.token_ids) for whole in wholes)),
+            }
+        )
 
     async def _events(
         self,
@@ -171,8 +181,12 @@ class OpenAIProxy:
         # 0 asks for them on one route, and False refuses them on the other.
         if body.logprobs is None or body.logprobs is False:
             return None
-        tokens = [str(self._tokenizer.decode([token])) for token in delta.token_ids]
-        return list(zip(tokens, delta.logprobs, strict=True))
+        return list(zip(map(self._text_of, delta.token_ids), delta.logprobs, strict=True))
+
+    def _text_of(self, token: int) -> str:
+        if token not in self._texts:
+            self._texts[token] = str(self._tokenizer.decode([token]))
+        return self._texts[token]
 
 
 def create_app(proxy: OpenAIProxy, engine: PolicyEngine) -> FastAPI:
@@ -180,7 +194,7 @@ def create_app(proxy: OpenAIProxy, engine: PolicyEngine) -> FastAPI:
     app = FastAPI(title="qerld policy", docs_url=None, redoc_url=None, openapi_url=None)
     # A web page that the user of this machine visits must not reach the port through a name of its own.
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])
-    for kind in (ApiError, RequestValidationError, HTTPException, NotServedError, RequestError, EngineDiedError):
+    for kind in (ApiError, HTTPException, NotServedError, RequestError, EngineDiedError):
         app.add_exception_handler(kind, _on_error)
     app.add_exception_handler(AdapterNotLoadedError, _on_error)
     app.add_api_route("/v1/models", proxy.models, methods=["GET"])
@@ -260,17 +274,7 @@ def api_error(error: Exception) -> ApiError:
             return ApiError(503, str(error))
         case HTTPException():
             return ApiError(error.status_code, str(error.detail))
-        case RequestValidationError():
-            return _validation_error(error)
     return ApiError(500, "internal error")
-
-
-def _validation_error(error: RequestValidationError) -> ApiError:
-    first = error.errors()[0]
-    field = ".".join(str(part) for part in first["loc"] if part != "body") or "body"
-    if first["type"] == "extra_forbidden":
-        return ApiError(400, f"{field}: not supported by this server; leave it out", param=field)
-    return ApiError(400, f"{field}: {first['msg']}", param=field)
 
 
 async def _on_error(_: Request, error: Exception) -> Response:

@@ -6,12 +6,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from qerld_service.engine import Delta, Sampling
+from qerld_service.engine import MAX_STOP_STRING, MAX_STOPS, Delta, Sampling
 
 NonEmpty = Annotated[str, Field(min_length=1)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING)]
 
 
 class _Closed(BaseModel):
+    """Its lists stop at their first problem (`fail_fast`): they could have a million, and listing them takes long."""
+
     model_config = ConfigDict(extra="forbid")
 
 
@@ -28,7 +31,7 @@ class TextPart(_Closed):
 
 class ChatMessage(_Closed):
     role: Literal["system", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
 
     @property
     def text(self) -> str:
@@ -42,7 +45,7 @@ class _Common(_Closed):
     temperature: float = Field(1.0, ge=0, le=2)
     n: int = Field(1, ge=1, le=128)
     seed: int | None = Field(None, ge=0, lt=2**63)
-    stop: NonEmpty | list[NonEmpty] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -73,7 +76,7 @@ class _Common(_Closed):
 class ChatRequest(_Common):
     """POST /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
@@ -86,7 +89,7 @@ class ChatRequest(_Common):
 class CompletionRequest(_Common):
     """POST /v1/completions. `logprobs` gives the sampled tokens' own, not those of alternatives."""
 
-    prompt: NonEmpty | Annotated[list[int], Field(min_length=1)]
+    prompt: NonEmpty | Annotated[list[int], Field(min_length=1, fail_fast=True)]
     max_tokens: int = Field(16, ge=1)
     logprobs: Literal[0] | None = None
 

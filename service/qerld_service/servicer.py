@@ -13,7 +13,15 @@ import grpc
 from qerld.v1 import common_pb2, replica_pb2, replica_pb2_grpc
 
 from qerld_service.adapters import AdapterKey, AdapterNotLoadedError
-from qerld_service.engine import Delta, EngineDiedError, PolicyEngine, RequestError, Sampling
+from qerld_service.engine import (
+    MAX_STOP_STRING,
+    MAX_STOPS,
+    Delta,
+    EngineDiedError,
+    PolicyEngine,
+    RequestError,
+    Sampling,
+)
 from qerld_service.metrics import PolicyMetrics
 from qerld_service.reconciler import NotServedError, Reconciler
 
@@ -113,8 +121,7 @@ def sampling_of(request: replica_pb2.GenerateRequest) -> Sampling:
         )
     if wire.max_tokens < 1:
         raise RequestError(f"sampling.max_tokens: must be at least 1, got {wire.max_tokens}")
-    if not all(wire.stop_strings):
-        raise RequestError("sampling.stop_strings: must not be empty strings")
+    check_stops(wire)
     return Sampling(
         n=request.count,
         temperature=0.0 if request.greedy else wire.temperature,
@@ -123,6 +130,19 @@ def sampling_of(request: replica_pb2.GenerateRequest) -> Sampling:
         stop_token_ids=tuple(wire.stop_ids),
         stop=tuple(wire.stop_strings),
     )
+
+
+def check_stops(wire: common_pb2.Sampling) -> None:
+    """Raise RequestError for too many of them, or strings that are empty or too long."""
+    for name, count in (("stop_ids", len(wire.stop_ids)), ("stop_strings", len(wire.stop_strings))):
+        if count > MAX_STOPS:
+            raise RequestError(f"sampling.{name}: at most {MAX_STOPS} entries, got {count}; send fewer")
+    for text in wire.stop_strings:
+        if not 1 <= len(text) <= MAX_STOP_STRING:
+            raise RequestError(
+                f"sampling.stop_strings: must have from 1 to {MAX_STOP_STRING} characters, got {len(text)}; "
+                "leave it out or shorten it"
+            )
 
 
 def response_of(delta: Delta, noise: common_pb2.Noise) -> replica_pb2.GenerateResponse:

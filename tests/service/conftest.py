@@ -12,7 +12,8 @@ from qerld.v1 import replica_pb2_grpc
 from qerld_service.engine import PolicyEngine
 from qerld_service.policy import RunningPolicy, running_policy
 from support.peer_learner import PeerLearner
-from support.policy import settings_for
+from support.policy import reconciled, settings_for
+from support.tiny import make_adapter
 
 
 @pytest.fixture
@@ -29,6 +30,14 @@ async def policy(
         running_policy(settings_for(tiny_model[1], port, tmp_path / "cache"), engine) as running,
     ):
         yield running
+
+
+@pytest.fixture
+async def live(policy: RunningPolicy, peer: PeerLearner, tmp_path: Path) -> RunningPolicy:
+    """The policy server with version 4 of the run "agent" live, with noise."""
+    await peer.desire("agent", 4, make_adapter(tmp_path / "a", 1, 0.5), sigma=0.05)
+    await peer.report(reconciled)
+    return policy
 
 
 @pytest.fixture

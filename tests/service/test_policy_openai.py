@@ -20,13 +20,6 @@ CHAT = {"model": "agent", "messages": [{"role": "user", "content": "three plus f
 TEXT = {"model": "agent", "prompt": "three plus", "max_tokens": 8, "seed": 3}
 
 
-@pytest.fixture
-async def live(policy: RunningPolicy, peer: PeerLearner, tmp_path: Path) -> RunningPolicy:
-    await peer.desire("agent", 4, make_adapter(tmp_path / "a", 1, 0.5), sigma=0.05)
-    await peer.report(reconciled)
-    return policy
-
-
 async def events(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     async with http.stream("POST", path, json={**body, "stream": True}) as response:
         assert response.status_code == 200, await response.aread()
