@@ -137,7 +137,8 @@ class PolicyEngine:
         model = CheckpointReader(config.model)
         on_cpu = not torch.cuda.is_available()
         set_environment(on_cpu, config.cpu_kv_cache_gib)
-        # In a thread, so that health checks of this process are answered meanwhile.
+        # In threads, so that health checks of this process are answered meanwhile.
+        await asyncio.to_thread(import_vllm)
         llm = await asyncio.to_thread(start_vllm, config, model, on_cpu)
         return cls(llm, config, model)
 
@@ -341,6 +342,16 @@ def _check_sampling(sampling: Sampling) -> None:
             f"sampling.temperature: must be at least 0, and 0 (greedy) needs n = 1, got {sampling.temperature} "
             f"with n = {sampling.n}"
         )
+
+
+def import_vllm() -> None:
+    """Import what `start_vllm` needs, in a call of its own.
+
+    A module among those keeps an exception, and with it the frames of whoever imports it first. Were that `start_vllm`,
+    its result would live until the interpreter has half ended, and vLLM's destructor would fail with a TypeError.
+    """
+    import vllm.engine.arg_utils
+    import vllm.v1.engine.async_llm  # noqa: F401
 
 
 def start_vllm(config: EngineConfig, model: CheckpointReader, on_cpu: bool) -> AsyncLLM:

@@ -73,6 +73,7 @@ async def test_sigterm_lets_a_running_request_end(tiny_model: tuple[Path, Path],
             completions = await call
         assert all(ids for ids, _ in completions)
         assert await asyncio.wait_for(child.wait(), 30) == 0, log.read_text()
+        assert "Exception ignored" not in log.read_text()
 
 
 async def test_the_death_of_the_engine_ends_the_process(tiny_model: tuple[Path, Path], tmp_path: Path) -> None:
