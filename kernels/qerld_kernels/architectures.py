@@ -1,4 +1,4 @@
-"""What has to be known of a model family: which norms carry noise and which linear layers are quantised.
+"""What has to be known of a model family: which norms carry noise, which linear layers are quantised, its parameters.
 
 A family without a row is refused: a norm that is silently left without noise, or a layer left out of a fused
 group, would give served weights that differ from the trained ones.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from qerld_kernels.errors import UnsupportedArchitectureError
 
@@ -31,6 +31,8 @@ class Architecture:
 
     name: str
     """The name in `architectures` of a Hugging Face config.json."""
+    model_type: str
+    """What config.json has as `model_type`; transformers and vLLM choose the code by it."""
     pre_attention_norm: str = "input_layernorm"
     """The norm whose output feeds q, k and v."""
     pre_mlp_norm: str = "post_attention_layernorm"
@@ -40,6 +42,20 @@ class Architecture:
     fused_groups: tuple[tuple[str, ...], ...] = (_QKV, ("self_attn.o_proj",), _GATE_UP, ("mlp.down_proj",))
     """Linear layers of a decoder layer; those of one group are one matrix in vLLM and share one global scale."""
     layers_prefix: str = "model.layers"
+    other_norms: tuple[str, ...] = ()
+    """Norms of a decoder layer beside the two noisy ones, each as wide as the hidden state."""
+    head_norms: bool = False
+    """q and k are normalised head by head (`self_attn.q_norm`, `self_attn.k_norm`)."""
+    attention_bias: Literal["never", "qkv", "config"] = "config"
+    """Biases of q, k, v and o: none; q, k and v always; or all four as `attention_bias` in config.json says."""
+    mlp_bias: bool = False
+    """Whether config.json's `mlp_bias` is heeded."""
+    tied: bool = False
+    """`tie_word_embeddings` when config.json does not say."""
+    key_value_heads: int | None = None
+    """`num_key_value_heads` when config.json does not say; None: as many as query heads."""
+    head_dim: int | None = None
+    """`head_dim` when config.json does not say; None: hidden_size // num_attention_heads."""
 
     @property
     def linear_names(self) -> tuple[str, ...]:
@@ -66,15 +82,27 @@ class Architecture:
         ]
 
 
-_PLAIN = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "GraniteForCausalLM")
 # Gemma normalises before *and* after each block; its post_attention_layernorm feeds the residual, not the MLP.
-_GEMMA = ("Gemma2ForCausalLM", "Gemma3ForCausalLM")
-
-ARCHITECTURES: dict[str, Architecture] = {
-    **{name: Architecture(name) for name in _PLAIN},
-    "GemmaForCausalLM": Architecture("GemmaForCausalLM", norm_unit_offset=True),
-    **{name: Architecture(name, pre_mlp_norm="pre_feedforward_layernorm", norm_unit_offset=True) for name in _GEMMA},
+_GEMMA: dict[str, Any] = {
+    "pre_mlp_norm": "pre_feedforward_layernorm",
+    "norm_unit_offset": True,
+    "other_norms": ("post_attention_layernorm", "post_feedforward_layernorm"),
+    "tied": True,
+    "key_value_heads": 4,
+    "head_dim": 256,
 }
+_ROWS = (
+    Architecture("LlamaForCausalLM", "llama", mlp_bias=True),
+    Architecture("MistralForCausalLM", "mistral", attention_bias="never", key_value_heads=8),
+    Architecture("Qwen2ForCausalLM", "qwen2", attention_bias="qkv", key_value_heads=32),
+    Architecture("Qwen3ForCausalLM", "qwen3", head_norms=True, key_value_heads=32, head_dim=128),
+    Architecture("GraniteForCausalLM", "granite", mlp_bias=True),
+    Architecture("GemmaForCausalLM", "gemma", norm_unit_offset=True, tied=True, key_value_heads=16, head_dim=256),
+    Architecture("Gemma2ForCausalLM", "gemma2", **_GEMMA),
+    Architecture("Gemma3ForCausalLM", "gemma3_text", head_norms=True, **_GEMMA),
+)
+
+ARCHITECTURES: dict[str, Architecture] = {row.name: row for row in _ROWS}
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
@@ -88,8 +116,8 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
         if name in ARCHITECTURES:
             return ARCHITECTURES[name]
     raise UnsupportedArchitectureError(
-        f"architectures: {names or 'missing'} is not supported; known are {', '.join(sorted(ARCHITECTURES))}. "
-        "A new family needs a row in qerld_kernels/architectures.py"
+        f"architectures: {names or 'missing'} is not supported; known are {', '.join(sorted(ARCHITECTURES))}; "
+        "a new family needs a row in qerld_kernels/architectures.py"
     )
 
 

@@ -21,6 +21,7 @@ import torch
 from qerld_kernels.architectures import Architecture, architecture_of, layer_count
 from qerld_kernels.errors import CheckpointError
 from qerld_kernels.nvfp4 import BLOCK, Nvfp4Tensor, flush_scales
+from qerld_kernels.parameters import parameter_shapes
 from qerld_kernels.safetensors_io import TensorInfo, read_header, read_tensor
 
 __all__ = ["CheckpointError", "CheckpointReader", "Layout", "read_json"]
@@ -34,14 +35,16 @@ _SUFFIXES: dict[Layout, tuple[str, str, str]] = {
     "modelopt": ("weight", "weight_scale", "weight_scale_2"),
 }
 _INDEX = "model.safetensors.index.json"
+_PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_WAY_OUT = "copy or download the model again, or make its NVFP4 copy again with `qerld quantize`"
 
 
 class CheckpointReader:
     """A model folder whose headers are read and checked at once and whose tensors are read when asked for.
 
     Raises:
-        CheckpointError: no such folder, no or broken config.json, truncated safetensors, a missing tensor,
-            a quantisation other than NVFP4.
+        CheckpointError: no such folder, no or broken config.json, truncated safetensors, a tensor that is missing or of
+            another dtype or shape than config.json implies, a quantisation other than NVFP4.
         UnsupportedArchitectureError: a model family without a row in `architectures`.
     """
 
@@ -50,6 +53,7 @@ class CheckpointReader:
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: no such folder; give the path of a local Hugging Face model folder")
         self.config: dict[str, Any] = read_json(folder / "config.json")
+        shapes = _read_config(folder / "config.json", self.config)
         self.architecture: Architecture = architecture_of(self.config)
         self.layers: int = layer_count(self.config)
         self.layout: Layout = _layout(folder, self.config)
@@ -59,12 +63,22 @@ class CheckpointReader:
         """Block scales set to zero by Marlin's rule in the layers read so far."""
         self._groups = {name: group for group in self.architecture.groups(self.layers) for name in group}
         self._scales: tuple[tuple[str, ...], list[torch.Tensor], torch.Tensor] | None = None
-        self._check_complete()
+        for name, shape in shapes.items():
+            self._check_parameter(name, shape)
+        for group in {self._groups[name]: None for name in self._groups}:
+            self._check_group(group)
 
     @property
     def names(self) -> list[str]:
         """All tensors, in file order."""
         return list(self.infos)
+
+    @property
+    def quantizes_activations(self) -> bool:
+        """Whether the checkpoint asks for quantised activations, too (W4A4)."""
+        quantization = self.config.get("quantization_config") or {}
+        groups = quantization.get("config_groups") or {}
+        return any(group.get("input_activations") for group in groups.values())
 
     @property
     def linear_names(self) -> list[str]:
@@ -82,18 +96,21 @@ class CheckpointReader:
     def info(self, name: str) -> TensorInfo:
         """Dtype, shape and place of a tensor; raises like `tensor`."""
         if name not in self.infos:
-            raise CheckpointError(f"{self.folder}: tensor {name} is missing from its safetensors files")
+            raise CheckpointError(f"{self.folder}: tensor {name} is missing from its safetensors files; {_WAY_OUT}")
         return self.infos[name]
 
     def is_quantized(self, linear: str) -> bool:
         """Whether the linear layer (a module name, without `.weight`) is stored as NVFP4."""
-        return self.layout != "plain" and f"{linear}.weight_scale" in self.infos
+        if self.layout == "plain":
+            return False
+        packed, scale, _ = _SUFFIXES[self.layout]
+        return f"{linear}.{scale}" in self.infos or (packed != "weight" and f"{linear}.{packed}" in self.infos)
 
     def linear(self, name: str) -> Nvfp4Tensor:
         """The NVFP4 weight of a linear layer as it is served, on the CPU; see the module's docstring.
 
         Raises:
-            CheckpointError: the layer is not NVFP4; a wrong dtype or shape; NaN, negative or non-finite scales.
+            CheckpointError: the layer is not NVFP4; NaN, negative or non-finite scales.
         """
         if not self.is_quantized(name):
             raise CheckpointError(f"{self.folder}: {name} is not stored as NVFP4; `qerld quantize` makes such a folder")
@@ -104,10 +121,17 @@ class CheckpointReader:
         packed = self.tensor(f"{name}.{_SUFFIXES[self.layout][0]}")
         return Nvfp4Tensor(packed, scales[group.index(name)], global_scale)
 
+    def check_scales(self) -> None:
+        """Read every scale, a ninth of an NVFP4 model.
+
+        Raises:
+            CheckpointError: one is NaN, negative or, of those a tensor, not finite and positive.
+        """
+        for name in filter(self.is_quantized, self.linear_names):
+            self._global_scale(name)
+            self._block_scales(name)
+
     def _read_scales(self, group: tuple[str, ...]) -> tuple[list[torch.Tensor], torch.Tensor]:
-        plain = [member for member in group if not self.is_quantized(member)]
-        if plain:
-            raise CheckpointError(f"{self.folder}: {plain[0]} is not NVFP4 but its fused group {group} is")
         stored = torch.stack([self._global_scale(member) for member in group])
         if (stored != stored[0]).any():
             logger.warning("%s: global scales differ; as vLLM does, the largest is used for all", ", ".join(group))
@@ -119,42 +143,69 @@ class CheckpointReader:
         return scales, 1.0 / largest if self.layout == "compressed-tensors" else largest
 
     def _global_scale(self, name: str) -> torch.Tensor:
-        tensor_name = f"{name}.{_SUFFIXES[self.layout][2]}"
-        info = self.info(tensor_name)
-        if info.dtype != torch.float32 or info.shape not in ((), (1,)):
-            raise CheckpointError(f"{tensor_name}: must be one float32, got {info.dtype} {list(info.shape)}")
+        info = self.info(f"{name}.{_SUFFIXES[self.layout][2]}")
         value = read_tensor(info).reshape(())
         if not (torch.isfinite(value) and torch.isfinite(1.0 / value) and value > 0):
-            raise CheckpointError(f"{tensor_name}: must be finite and positive, got {value.item()}")
+            raise _wrong(info, name, _SUFFIXES[self.layout][2], f"must be finite and positive, got {value.item()}")
         return value
 
     def _block_scales(self, name: str) -> torch.Tensor:
-        packed_suffix, scale_suffix, _ = _SUFFIXES[self.layout]
-        packed, scale = self.info(f"{name}.{packed_suffix}"), self.info(f"{name}.{scale_suffix}")
-        if packed.dtype != torch.uint8 or len(packed.shape) != 2 or packed.shape[1] * 2 % BLOCK:
-            raise CheckpointError(
-                f"{name}.{packed_suffix}: must be uint8 [out, in / 2], got {packed.dtype} {list(packed.shape)}"
-            )
-        wanted = (packed.shape[0], packed.shape[1] * 2 // BLOCK)
-        if scale.dtype != torch.float8_e4m3fn or scale.shape != wanted:
-            raise CheckpointError(
-                f"{name}.{scale_suffix}: must be float8_e4m3fn {list(wanted)}, got {scale.dtype} {list(scale.shape)}"
-            )
-        codes = read_tensor(scale).view(torch.uint8)
-        if ((codes & 0x7F) == 0x7F).any():
-            raise CheckpointError(f"{name}.{scale_suffix}: holds NaN; the checkpoint is damaged, quantise it again")
-        if (codes > 0x80).any():
-            raise CheckpointError(f"{name}.{scale_suffix}: holds negative scales, whose sign FP4 kernels drop")
+        suffix = _SUFFIXES[self.layout][1]
+        info = self.info(f"{name}.{suffix}")
+        codes = read_tensor(info).view(torch.uint8)
+        if count := int(((codes & 0x7F) == 0x7F).sum()):
+            raise _wrong(info, name, suffix, f"holds NaN in {count} of {codes.numel()} block scales")
+        if count := int((codes > 0x80).sum()):
+            problem = f"holds negative scales, whose sign FP4 kernels drop: {count} of {codes.numel()}"
+            raise _wrong(info, name, suffix, problem)
         return torch.where(codes == 0x80, 0, codes).view(torch.float8_e4m3fn)
 
-    def _check_complete(self) -> None:
-        packed = _SUFFIXES[self.layout][0] if self.layout != "plain" else "weight"
-        for name in self._groups:
-            if f"{name}.weight" not in self.infos:
-                self.info(f"{name}.{packed}")
-        others = ("model.embed_tokens", "model.norm", *self.architecture.noisy_norms(self.layers))
-        for name in others:
-            self.info(f"{name}.weight")
+    def _check_parameter(self, name: str, shape: tuple[int, ...]) -> None:
+        module, _, suffix = name.rpartition(".")
+        if suffix == "weight" and module in self._groups and self.is_quantized(module):
+            self._check_packed(module, *shape)
+            return
+        if name not in self.infos and f"{module}.weight_packed" in self.infos:
+            raise CheckpointError(
+                f"{self.folder}: {module} is packed ({module}.weight_packed), which config.json does not say: its "
+                f"quantization_config is missing or another; {_WAY_OUT}"
+            )
+        self._check_header(name, _PLAIN_DTYPES, shape)
+
+    def _check_packed(self, name: str, out: int, features: int) -> None:
+        packed, scale, global_scale = (f"{name}.{suffix}" for suffix in _SUFFIXES[self.layout])
+        if features % BLOCK:
+            raise CheckpointError(f"{self.folder}: {name} has {features} inputs, NVFP4 needs a multiple of {BLOCK}")
+        self._check_header(packed, (torch.uint8,), (out, features // 2))
+        self._check_header(scale, (torch.float8_e4m3fn,), (out, features // BLOCK))
+        self._check_header(global_scale, (torch.float32,), (), (1,))
+
+    def _check_header(self, name: str, dtypes: tuple[torch.dtype, ...], *shapes: tuple[int, ...]) -> None:
+        info = self.info(name)
+        if info.dtype not in dtypes or info.shape not in shapes:
+            wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            found = str(info.dtype).removeprefix("torch.")
+            raise CheckpointError(
+                f"{info.path}: {name} must be {wanted} {list(shapes[-1])}, got {found} {list(info.shape)}; {_WAY_OUT}"
+            )
+
+    def _check_group(self, group: tuple[str, ...]) -> None:
+        plain = [member for member in group if not self.is_quantized(member)]
+        if 0 < len(plain) < len(group):
+            raise CheckpointError(
+                f"{self.folder}: {plain[0]} is not NVFP4 but its fused group {', '.join(group)} is; {_WAY_OUT}"
+            )
+
+
+def _wrong(info: TensorInfo, name: str, suffix: str, problem: str) -> CheckpointError:
+    return CheckpointError(f"{info.path}: {name}.{suffix} {problem}; {_WAY_OUT}")
+
+
+def _read_config(path: Path, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    try:
+        return parameter_shapes(config)
+    except CheckpointError as error:
+        raise type(error)(f"{path}: {error}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -167,8 +218,10 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text("utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file; is this a Hugging Face model folder?") from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:
-        raise CheckpointError(f"{path}: is not valid JSON ({error})") from error
+        raise CheckpointError(f"{path}: is not valid JSON ({error}); copy or download it again") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: must hold a JSON object, got {type(value).__name__}")
     return value
@@ -193,18 +246,17 @@ def _shard_paths(folder: Path) -> list[Path]:
 def _layout(folder: Path, config: Mapping[str, Any]) -> Layout:
     quantization = config.get("quantization_config")
     if quantization is None and (folder / "hf_quant_config.json").is_file():
-        quantization = {
-            "quant_method": "modelopt",
-            **read_json(folder / "hf_quant_config.json").get("quantization", {}),
-        }
+        theirs = read_json(folder / "hf_quant_config.json").get("quantization")
+        quantization = {"quant_method": "modelopt", **_object(folder / "hf_quant_config.json: quantization", theirs)}
     if quantization is None:
         return "plain"
-    method = quantization.get("quant_method")
+    method = _object(folder / "config.json: quantization_config", quantization).get("quant_method")
     if method == "compressed-tensors":
         _check_compressed_tensors(folder, quantization)
         return "compressed-tensors"
     if method in ("modelopt", "modelopt_fp4"):
-        algorithm = quantization.get("quant_algo") or quantization.get("quantization", {}).get("quant_algo")
+        nested = _object(folder / "config.json: quantization", quantization.get("quantization", {}))
+        algorithm = quantization.get("quant_algo") or nested.get("quant_algo")
         if algorithm not in ("NVFP4", "W4A16_NVFP4"):
             raise CheckpointError(f"{folder}: ModelOpt quant_algo must be NVFP4 or W4A16_NVFP4, got {algorithm}")
         return "modelopt"
@@ -215,9 +267,10 @@ def _layout(folder: Path, config: Mapping[str, Any]) -> Layout:
 
 
 def _check_compressed_tensors(folder: Path, quantization: Mapping[str, Any]) -> None:
-    groups = quantization.get("config_groups") or {}
+    place = folder / "config.json: quantization_config.config_groups"
+    groups = _object(place, quantization.get("config_groups") or {})
     for name, group in groups.items():
-        weights = group.get("weights") or {}
+        weights = _object(place, _object(place, group).get("weights") or {})
         found = {key: weights.get(key) for key in ("num_bits", "type", "group_size")}
         if found != {"num_bits": 4, "type": "float", "group_size": BLOCK}:
             raise CheckpointError(f"{folder}: {name} must be NVFP4 (4 bits, float, groups of {BLOCK}), got {found}")
@@ -225,3 +278,9 @@ def _check_compressed_tensors(folder: Path, quantization: Mapping[str, Any]) -> 
             logger.warning("%s: %s also quantises activations; only its weights are read", folder, name)
     if not groups:
         raise CheckpointError(f"{folder}: quantization_config has no config_groups")
+
+
+def _object(place: Path, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{place}: must be a JSON object, got {type(value).__name__}")
+    return value

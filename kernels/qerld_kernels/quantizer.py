@@ -17,6 +17,7 @@ import torch
 from qerld_kernels.checkpoint import CheckpointReader
 from qerld_kernels.errors import QuantizationError
 from qerld_kernels.folders import appearing_folder
+from qerld_kernels.model_folder import open_model
 from qerld_kernels.nvfp4 import BLOCK, Search, global_scale_for, quantize
 from qerld_kernels.safetensors_io import ShardWriter, nbytes_of, read_bytes
 
@@ -25,7 +26,6 @@ __all__ = ["Progress", "quantization_config", "quantize_checkpoint"]
 Progress = Callable[[int, int, str], None]
 """Called with (bytes of the source done, bytes in all, tensor name) after each tensor."""
 
-_SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".md")
 _NOT_COPIED = ("config.json", "model.safetensors.index.json")
 
@@ -64,12 +64,12 @@ def quantize_checkpoint(model: Path, out: Path, *, search: Search = "absmax", pr
     """Quantise the folder `model` into the new or empty folder `out`, which appears complete or not at all.
 
     Raises:
-        CheckpointError: `model` cannot be read (see `CheckpointReader`).
-        QuantizationError: `out` is in use, the model is already quantised, a layer's shape or dtype does not fit,
+        CheckpointError: `model` is broken, or lacks a tokenizer, without which the copy could not be used.
+        QuantizationError: `out` is in use, the model is already quantised, a layer's inputs are no multiple of 16,
             a weight is not finite, or the disk is too small.
         OSError: writing failed; `out` is left as it was.
     """
-    reader = CheckpointReader(model)
+    reader = open_model(model)
     _check_source(reader)
     _check_target(out)
     plans = {path: _entries(reader, list(infos)) for path, infos in reader.shards.items()}
@@ -84,14 +84,10 @@ def _check_source(reader: CheckpointReader) -> None:
     if reader.layout != "plain":
         raise QuantizationError(f"{reader.folder}: is already quantised ({reader.layout}); give the unquantised model")
     for name in reader.linear_names:
-        info = reader.info(f"{name}.weight")
-        if info.dtype not in _SOURCE_DTYPES:
+        shape = reader.info(f"{name}.weight").shape
+        if shape[1] % BLOCK:
             raise QuantizationError(
-                f"{name}.weight: dtype must be bf16, fp16 or fp32 to be quantised, got {info.dtype}"
-            )
-        if len(info.shape) != 2 or info.shape[1] % BLOCK:
-            raise QuantizationError(
-                f"{name}.weight: must be [out, in] with in a multiple of {BLOCK}, got {list(info.shape)}"
+                f"{name}.weight: must be [out, in] with in a multiple of {BLOCK}, got {list(shape)}"
             )
 
 

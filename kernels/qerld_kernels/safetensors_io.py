@@ -67,18 +67,26 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(_HEADER_LIMIT, size - 8):
                 raise CheckpointError(
-                    f"{path}: truncated or not a safetensors file: {size} bytes, header of {length} announced"
+                    f"{path}: truncated or not a safetensors file: {size} bytes, header of {length} announced; "
+                    "copy or download it again"
                 )
             header = json.loads(file.read(length))
         entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
         infos = {name: _info(path, name, entry, 8 + length) for name, entry in entries}
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: no such file") from error
+        raise CheckpointError(f"{path}: no such file; copy or download the model again") from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: its safetensors header cannot be read ({error})") from error
+        raise CheckpointError(
+            f"{path}: its safetensors header cannot be read ({error}); copy or download it again"
+        ) from error
     end = max((info.end for info in infos.values()), default=8 + length)
     if end != size:
-        raise CheckpointError(f"{path}: truncated or damaged: the header needs {end} bytes, the file has {size}")
+        raise CheckpointError(
+            f"{path}: truncated or damaged: its header needs {end} bytes, the file has {size}; "
+            "copy or download it again"
+        )
     return dict(sorted(infos.items(), key=lambda item: item[1].start))
 
 

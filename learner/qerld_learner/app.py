@@ -13,14 +13,19 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from qerld_learner.api.server import PortError, running_server
+from qerld_kernels.exclusive import FolderError, PortError, require_free_port
+
+from qerld_learner.api.server import running_server
 from qerld_learner.core import Learner
-from qerld_learner.errors import LearnerError
+from qerld_learner.errors import LearnerError, ModelFolderError, StoreError
 from qerld_learner.metrics import LearnerMetrics, metrics_server
 from qerld_learner.settings import LearnerSettings
 
 log = logging.getLogger(__name__)
 
+USAGE_ERROR = 2
+# A restart mends none of these.
+USAGE_ERRORS = (ModelFolderError, StoreError, FolderError, PortError)
 LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
 
 
@@ -37,9 +42,13 @@ async def running_learner(settings: LearnerSettings) -> AsyncIterator[Ports]:
     """Run the whole learner; yields its ports once it serves.
 
     Raises:
-        PreconditionError: Another learner has the state folder, or it belongs to another base model.
-        PortError, OSError: A port is taken.
+        ModelFolderError: The base model cannot be trained.
+        FolderError: Another learner has the state folder, or it cannot be made.
+        StoreError: The store's database cannot be used.
+        PortError: A port is taken.
     """
+    require_free_port("port", settings.host, settings.port)
+    require_free_port("metrics_port", settings.host, settings.metrics_port)
     metrics = LearnerMetrics()
     learner = await Learner.open(settings.options(), metrics)
     try:
@@ -86,7 +95,7 @@ async def serve(settings: LearnerSettings) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `qerld learner`; returns 0 after a stop by signal, 1 when it cannot start."""
+    """Run `qerld learner`; returns 0 after a stop by signal, 1 when it cannot start now, 2 when it never can."""
     settings, arguments = LearnerSettings.parse(sys.argv[1:] if argv is None else argv)
     if arguments.print_config:
         sys.stdout.write(settings.model_dump_json(indent=2) + "\n")
@@ -96,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         asyncio.run(serve(settings))
-    except (LearnerError, PortError, OSError) as error:
+    except (*USAGE_ERRORS, LearnerError, OSError) as error:
         sys.stderr.write(f"qerld learner: {error}\n")
-        return 1
+        return USAGE_ERROR if isinstance(error, USAGE_ERRORS) else 1
     return 0

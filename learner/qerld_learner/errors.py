@@ -38,6 +38,14 @@ class PreconditionError(LearnerError):
     """FAILED_PRECONDITION: the request is well formed, but not in this state of the run or the replica."""
 
 
+class ModelFolderError(LearnerError):
+    """The base model's folder is broken or of an unknown kind: a wrong setting, which no restart mends."""
+
+
+class StoreError(LearnerError):
+    """The store's database can never be opened as it is: a wrong setting, or a broken file; no restart mends it."""
+
+
 class RetryLaterError(LearnerError):
     """RESOURCE_EXHAUSTED or UNAVAILABLE, with RetryInfo.
 

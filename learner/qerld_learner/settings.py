@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from qerld_learner.core import LearnerOptions
@@ -71,13 +71,6 @@ class LearnerSettings(BaseSettings):
     stop_grace: float = Field(
         10.0, ge=0, description="How long RPCs may finish after SIGTERM; keep it below the pod's grace period."
     )
-
-    @field_validator("model")
-    @classmethod
-    def _model_folder(cls, value: Path) -> Path:
-        if not (value / "config.json").is_file():
-            raise ValueError("the folder holds no config.json; `qerld quantize` makes one")
-        return value
 
     def options(self) -> LearnerOptions:
         """Return the core's options, with `auto` resolved."""

@@ -12,32 +12,16 @@ from typing import Any
 
 import jinja2
 
-from qerld_learner.errors import InvalidRequestError, LearnerError, Violation
+from qerld_learner.errors import InvalidRequestError, Violation
 
 CHAT_ROLES = ("system", "user", "assistant")
-
-
-class TokenizerError(LearnerError):
-    """The model folder has no usable tokenizer; raised at start, never for a request."""
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise TokenizerError(f"{path.parent} has no {path.name}; point base_model at a Hugging Face folder") from None
-    except (OSError, ValueError) as error:
-        raise TokenizerError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise TokenizerError(f"{path} holds no JSON object")
-    return content
 
 
 class PromptTokenizer:
     """Turns messages, text or ids into checked prompt ids.
 
     Args:
-        model: Hugging Face folder with config.json and tokenizer.json.
+        model: Hugging Face folder with config.json and tokenizer.json, checked when the learner opened.
 
     Attributes:
         vocab_size: Rows of the embedding; every id is below it.
@@ -45,17 +29,14 @@ class PromptTokenizer:
     """
 
     def __init__(self, model: Path) -> None:
-        config = _read_json(model / "config.json")
-        text_config = config.get("text_config", config)
-        if not (model / "tokenizer.json").is_file():
-            raise TokenizerError(f"{model} has no tokenizer.json; save the model with its fast tokenizer")
+        config: dict[str, Any] = json.loads((model / "config.json").read_text("utf-8"))
         # Importing transformers costs 0.7 s and must not happen when only settings are printed.
         from transformers import PreTrainedTokenizerFast
 
         # Not AutoTokenizer: that imports torch, 3 s and 400 MB in a process that needs neither.
         self._tokenizer = PreTrainedTokenizerFast.from_pretrained(str(model))
-        self.vocab_size = int(text_config.get("vocab_size", len(self._tokenizer)))
-        self.context = int(text_config.get("max_position_embeddings", 1 << 20))
+        self.vocab_size = int(config["vocab_size"])
+        self.context = int(config.get("max_position_embeddings", 1 << 20))
 
     @property
     def has_chat_template(self) -> bool:
@@ -67,8 +48,9 @@ class PromptTokenizer:
         Raises:
             InvalidRequestError: Unknown role, no template, or the template refuses the chat; names `field`.
         """
+        roles = ", ".join(CHAT_ROLES)
         violations = [
-            Violation(f"{field}.messages[{i}].role", f"{role!r} is not one of {', '.join(CHAT_ROLES)}")
+            Violation(f"{field}.messages[{i}].role", f"{role[:40]!r} is not one of {roles}; name who speaks")
             for i, (role, _) in enumerate(messages)
             if role not in CHAT_ROLES
         ]

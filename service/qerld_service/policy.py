@@ -21,6 +21,7 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version as version_of
+from pathlib import Path
 from typing import Any, Never
 
 import grpc
@@ -29,6 +30,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from qerld.v1 import policy_pb2_grpc, replica_pb2, replica_pb2_grpc
 from qerld_kernels.errors import CheckpointError
 from qerld_kernels.fingerprint import base_fingerprint, chat_template_fingerprint, tokenizer_fingerprint
+from qerld_kernels.model_folder import open_model
 from transformers import PreTrainedTokenizerFast
 
 from qerld_service import flags
@@ -78,6 +80,7 @@ async def running_policy(settings: PolicySettings, engine: PolicyEngine | None =
         FolderInUseError: another server works in `cache_dir`.
         OSError, RuntimeError: a port is taken, or vLLM did not start.
     """
+    await asyncio.to_thread(check_model, settings.model)
     metrics = PolicyMetrics()
     async with contextlib.AsyncExitStack() as stack:
         folders = AdapterFolders(settings.cache_dir, settings.download_seconds, metrics.download_bytes.inc)
@@ -115,6 +118,23 @@ async def running_policy(settings: PolicySettings, engine: PolicyEngine | None =
         stack.push_async_callback(cancel, tasks)
         everything: frozenset[asyncio.Future[Any]] = frozenset([*tasks, reconciler.crashed])
         yield RunningPolicy(hello, port, http.port, metrics_port, engine, reconciler, everything)
+
+
+def check_model(folder: Path) -> None:
+    """Find in seconds what vLLM would say in a minute and a long traceback, or not at all (NaN scales).
+
+    Raises:
+        CheckpointError: the folder cannot be served on this machine.
+    """
+    model = open_model(folder)
+    if torch.cuda.is_available() or model.layout == "plain":
+        return
+    if model.layout == "modelopt" or model.quantizes_activations:
+        kind = "ModelOpt's layout" if model.layout == "modelopt" else "NVFP4 with quantised activations"
+        raise CheckpointError(
+            f"{folder}: {kind} is served on a GPU only, and there is none; "
+            "give the unquantised model to `qerld quantize`"
+        )
 
 
 def engine_config(settings: PolicySettings) -> EngineConfig:
@@ -272,7 +292,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return asyncio.run(run(settings))
     except CheckpointError as error:
-        parser.error(f"model: {error}; `qerld doctor --model FOLDER` checks a folder")
+        sys.stderr.write(f"qerld policy: model: {error}\n")
+        return USAGE_ERROR
     except (FolderInUseError, OSError, RuntimeError) as error:
         log.critical("cannot start: %s", error, exc_info=error)
         return 1

@@ -13,6 +13,8 @@ from qerld_kernels.nvfp4 import Search
 from qerld_kernels.quantizer import quantize_checkpoint
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+USAGE_ERROR = 2
+
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
@@ -33,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
         quantize_with_bar(arguments.model, arguments.out, arguments.search)
     except (CheckpointError, QuantizationError, OSError) as error:
         sys.stderr.write(f"qerld quantize: {error}\n")
-        return 1
+        return 1 if isinstance(error, OSError) else USAGE_ERROR
     return 0
 
 

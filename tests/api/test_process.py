@@ -20,7 +20,7 @@ def learner(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]
         [sys.executable, "-m", "qerld_learner", *flags],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         env={**os.environ, **environment},
         check=False,
     )
@@ -46,7 +46,6 @@ def test_file_then_environment_then_flags(tiny_model: tuple[Path, Path], tmp_pat
     ("flags", "environment", "text"),
     [
         ((), {}, "model: missing; give --model or QERLD_LEARNER_MODEL"),
-        (("--model", "nowhere"), {}, "the folder holds no config.json"),
         (("--port", "70000"), {}, "less than or equal to 65535 (got '70000')"),
         (("--replica-timeout", "5"), {}, "greater than 10"),
         (("--config", "nowhere.toml"), {}, "--config nowhere.toml"),
@@ -84,7 +83,7 @@ def test_a_learner_serves_until_sigterm(tiny_model: tuple[Path, Path], tmp_path:
         assert second.stderr.startswith("qerld learner: ")
     finally:
         process.send_signal(signal.SIGTERM)
-        _, log = process.communicate(timeout=60)
+        _, log = process.communicate(timeout=120)
     assert process.returncode == 0, log
     assert not ready.exists()
 

@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-import json
+import shutil
 import socket
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from qerld_service import doctor
 from qerld_service.checks import Check
 from qerld_service.model_checks import check_model
-from safetensors.torch import save_file
-
-CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "num_hidden_layers": 2,
-    "quantization_config": {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
-}
+from support.bad_models import BAD_MODELS, assert_one_clear_line, make_bad_model
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    (folder / "tokenizer.json").write_text("{}")
-    (folder / "chat_template.jinja").write_text("{{ messages }}")
-    save_file({"weight": torch.ones(64, 64)}, str(folder / "model.safetensors"))
-    return folder
+def model(tiny_model: tuple[Path, Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_model[1], tmp_path / "model"))
 
 
 def by_name(folder: Path) -> dict[str, Check]:
@@ -38,7 +24,7 @@ def by_name(folder: Path) -> dict[str, Check]:
 
 def test_a_good_model_has_no_findings(model: Path) -> None:
     assert [check for check in check_model(model) if check.status != "ok"] == []
-    assert by_name(model)["weights"].found == "NVFP4"
+    assert by_name(model)["weights"].found.startswith("NVFP4 (compressed-tensors), 1 file(s)")
 
 
 def test_exit_status_follows_the_worst_finding(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,54 +35,21 @@ def test_exit_status_follows_the_worst_finding(model: Path, capsys: pytest.Captu
     assert "FAIL" in capsys.readouterr().out
 
 
-def rewrite(model: Path, **changes: Any) -> None:
-    (model / "config.json").write_text(json.dumps(CONFIG | changes))
-
-
-def test_unsupported_architecture_names_the_known_ones(model: Path) -> None:
-    rewrite(model, architectures=["MambaForCausalLM"])
-    check = by_name(model)["architecture"]
+@pytest.mark.parametrize("kind", BAD_MODELS)
+def test_a_bad_model_is_one_finding_with_its_way_out(kind: str, tiny_model: tuple[Path, Path], tmp_path: Path) -> None:
+    (check,) = check_model(make_bad_model(kind, tiny_model[1], tmp_path))
     assert check.status == "fail"
-    assert "LlamaForCausalLM" in check.advice
+    assert_one_clear_line(f"{check.found}; {check.advice}", kind)
 
 
-def test_other_quantisation_is_refused_and_none_is_a_warning(model: Path) -> None:
-    rewrite(model, quantization_config={"quant_method": "gptq"})
-    assert by_name(model)["weights"].status == "fail"
-    rewrite(model, quantization_config=None)
-    assert by_name(model)["weights"].status == "warn"
-    assert "qerld quantize" in by_name(model)["weights"].advice
+def test_an_unquantised_model_is_a_warning(tiny_model: tuple[Path, Path]) -> None:
+    assert by_name(tiny_model[0])["weights"].status == "warn"
+    assert "qerld quantize" in by_name(tiny_model[0])["weights"].advice
 
 
-def test_modelopt_layout_is_known(model: Path) -> None:
-    rewrite(model, quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4"})
-    assert by_name(model)["weights"].found == "NVFP4"
-
-
-def test_truncated_safetensors(model: Path) -> None:
-    file = model / "model.safetensors"
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-100])
-    check = by_name(model)["safetensors"]
-    assert check.status == "fail"
-    assert "100 bytes are missing" in check.found
-    file.write_bytes(whole[:20])
-    assert by_name(model)["safetensors"].status == "fail"
-    file.unlink()
-    assert by_name(model)["safetensors"].status == "fail"
-
-
-def test_config_that_is_no_json(model: Path) -> None:
-    (model / "config.json").write_text("{")
-    assert [check.status for check in check_model(model)] == ["fail"]
-
-
-def test_tokenizer_and_chat_template(model: Path) -> None:
-    (model / "tokenizer.json").unlink()
+def test_a_model_without_a_chat_template_is_a_warning(model: Path) -> None:
     (model / "chat_template.jinja").unlink()
-    found = by_name(model)
-    assert found["tokenizer"].status == "fail"
-    assert found["chat template"].status == "warn"
+    assert by_name(model)["chat template"].status == "warn"
 
 
 def test_taken_port_is_a_failure() -> None:

@@ -133,26 +133,37 @@ def broken(kind: str, folder: Path) -> None:
     edit(folder, **changes[kind])
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("nan", "q_proj.weight_scale: holds NaN"),
-        ("negative", "q_proj.weight_scale: holds negative scales"),
-        ("scale dtype", r"q_proj.weight_scale: must be float8_e4m3fn \[64, 4\], got torch.float32"),
-        ("scale shape", r"q_proj.weight_scale: must be float8_e4m3fn \[64, 4\], got .* \[64, 2\]"),
-        ("packed dtype", "q_proj.weight_packed: must be uint8"),
-        ("global nan", "q_proj.weight_global_scale: must be finite and positive"),
-        ("global zero", "q_proj.weight_global_scale: must be finite and positive"),
-        ("global dtype", "q_proj.weight_global_scale: must be one float32"),
-        ("global missing", "q_proj.weight_global_scale is missing"),
-        ("half a group", "q_proj is not NVFP4 but its fused group"),
-    ],
-)
-def test_broken_tensors_are_named_whichever_member_is_asked_for(quantised: Path, kind: str, message: str) -> None:
+HEADERS = {
+    "scale dtype": r"q_proj.weight_scale must be float8_e4m3fn \[64, 4\], got float32 \[64, 4\]",
+    "scale shape": r"q_proj.weight_scale must be float8_e4m3fn \[64, 4\], got float8_e4m3fn \[64, 2\]",
+    "packed dtype": r"q_proj.weight_packed must be uint8 \[64, 32\], got float32 \[64, 32\]",
+    "global dtype": r"q_proj.weight_global_scale must be float32 \[1\], got bfloat16 \[1\]",
+    "global missing": "q_proj.weight_global_scale is missing",
+    "half a group": "q_proj is not NVFP4 but its fused group",
+}
+VALUES = {
+    "nan": "q_proj.weight_scale holds NaN in 1 of 256 block scales",
+    "negative": "q_proj.weight_scale holds negative scales",
+    "global nan": "q_proj.weight_global_scale must be finite and positive, got nan",
+    "global zero": "q_proj.weight_global_scale must be finite and positive, got 0",
+}
+
+
+@pytest.mark.parametrize("kind", HEADERS)
+def test_broken_headers_are_named_on_opening(quantised: Path, kind: str) -> None:
+    broken(kind, quantised)
+    with pytest.raises(CheckpointError, match=HEADERS[kind]):
+        CheckpointReader(quantised)
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_broken_scales_are_named_whichever_member_is_asked_for(quantised: Path, kind: str) -> None:
     broken(kind, quantised)
     reader = CheckpointReader(quantised)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=VALUES[kind]):
         reader.linear("model.layers.0.self_attn.v_proj")
+    with pytest.raises(CheckpointError, match=VALUES[kind]):
+        reader.check_scales()
 
 
 @pytest.mark.parametrize("missing", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])

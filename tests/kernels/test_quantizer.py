@@ -103,9 +103,8 @@ def only_the_model_is_left(tmp_path: Path) -> bool:
 @pytest.mark.parametrize(
     ("weight", "message"),
     [
-        (torch.full((64, 64), float("nan"), dtype=torch.bfloat16), "finite"),
-        (torch.zeros(64, 40), "multiple of 16"),
-        (torch.zeros(64, 64, dtype=torch.int8), "dtype must be"),
+        (torch.full((96, 64), float("nan"), dtype=torch.bfloat16), "finite"),
+        (torch.full((96, 64), float("inf")), "finite"),
     ],
 )
 def test_bad_weights_leave_no_folder(
@@ -114,6 +113,16 @@ def test_bad_weights_leave_no_folder(
     tensors["model.layers.1.mlp.up_proj.weight"] = weight
     with pytest.raises(QuantizationError, match=message):
         quantize_checkpoint(make_model(weights=tensors), tmp_path / "out")
+    assert only_the_model_is_left(tmp_path)
+
+
+def test_inputs_that_are_no_multiple_of_a_block_are_refused(
+    make_model: MakeModel, tensors: dict[str, torch.Tensor], tmp_path: Path, llama_config: dict[str, Any]
+) -> None:
+    for name in [name for name in tensors if ".mlp." in name]:
+        tensors[name] = torch.zeros((64, 40) if "down" in name else (40, 64))
+    with pytest.raises(QuantizationError, match=r"mlp.down_proj.weight: .* multiple of 16, got \[64, 40\]"):
+        quantize_checkpoint(make_model(config={**llama_config, "intermediate_size": 40}), tmp_path / "out")
     assert only_the_model_is_left(tmp_path)
 
 
@@ -182,7 +191,9 @@ def test_memory_is_bounded_by_the_largest_layer_not_by_the_model(
         for norm in ("input_layernorm", "post_attention_layernorm"):
             big[f"model.layers.{layer}.{norm}.weight"] = torch.ones(width, dtype=torch.bfloat16)
     big["model.norm.weight"] = torch.ones(width, dtype=torch.bfloat16)
-    config = {**llama_config, "hidden_size": width, "intermediate_size": width, "num_hidden_layers": layers}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": width // 4, "vocab_size": 8}
+    sizes = {"hidden_size": width, "intermediate_size": width, "num_hidden_layers": layers}
+    config = {**llama_config, **sizes, **heads}
     small, large = make_model(), make_model("large", big, shards=3, config=config)
     megabytes = sum(tensor.nbytes for tensor in big.values()) / 2**20
     arguments = [small, large, tmp_path / "small-out", tmp_path / "large-out"]

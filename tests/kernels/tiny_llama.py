@@ -60,7 +60,7 @@ def write_model(
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config or CONFIG))
     (folder / "generation_config.json").write_text('{"eos_token_id": 2}')
-    (folder / "tokenizer.json").write_text('{"version": "1.0", "model": {"type": "BPE"}}')
+    (folder / "tokenizer.json").write_text('{"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}')
     (folder / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
     if shards == 1:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
