@@ -153,12 +153,14 @@ class CheckpointReader:
         suffix = _SUFFIXES[self.layout][1]
         info = self.info(f"{name}.{suffix}")
         codes = read_tensor(info).view(torch.uint8)
-        if count := int(((codes & 0x7F) == 0x7F).sum()):
-            raise _wrong(info, name, suffix, f"holds NaN in {count} of {codes.numel()} block scales")
-        if count := int((codes > 0x80).sum()):
-            problem = f"holds negative scales, whose sign FP4 kernels drop: {count} of {codes.numel()}"
+        # One pass over what may be gigabytes: comparisons took 20 times as long.
+        counts = torch.bincount(codes.flatten(), minlength=256)
+        if nan := int(counts[0x7F] + counts[0xFF]):
+            raise _wrong(info, name, suffix, f"holds NaN in {nan} of {codes.numel()} block scales")
+        if negative := int(counts[0x81:0xFF].sum()):
+            problem = f"holds negative scales, whose sign FP4 kernels drop: {negative} of {codes.numel()}"
             raise _wrong(info, name, suffix, problem)
-        return torch.where(codes == 0x80, 0, codes).view(torch.float8_e4m3fn)
+        return codes.masked_fill_(codes == 0x80, 0).view(torch.float8_e4m3fn)
 
     def _check_parameter(self, name: str, shape: tuple[int, ...]) -> None:
         module, _, suffix = name.rpartition(".")
