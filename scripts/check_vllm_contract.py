@@ -65,17 +65,18 @@ CONTRACT: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
     "model_executor/layers/vocab_parallel_embedding.py": {
         "UnquantizedEmbeddingMethod": {"apply": ("layer", "x", "bias")}
     },
-    "lora/ops/torch_ops/lora_ops.py": {
-        "": {
-            "bgmv_shrink": ("inputs", "lora_b_weights", "output_tensor", "lora_indices_tensor", "scaling"),
-            "bgmv_expand": ("inputs", "lora_b_weights", "output_tensor", "lora_indices_tensor", "add_inputs"),
-            "bgmv_expand_slice": (
-                "inputs", "lora_b_weights", "output_tensor", "lora_indices_tensor", "slice_offset", "slice_size",
-                "add_inputs",
-            ),
+    "lora/punica_wrapper/punica_cpu.py": {
+        "PunicaWrapperCPU": {
+            "add_lora_linear": ("y", "x", "lora_a_stacked", "lora_b_stacked", "scale", "output_slices"),
         }
     },
-    "lora/punica_wrapper/punica_base.py": {"PunicaWrapperBase": {"_token_lora_indices": ()}},
+    "platforms/cpu.py": {"CpuPlatform": {"get_punica_wrapper": ()}},
+    "model_executor/layers/utils.py": {
+        "": {"dispatch_cpu_unquantized_gemm": ("layer", "remove_weight"), "cpu_linear": ()}
+    },
+    "lora/punica_wrapper/punica_base.py": {
+        "PunicaWrapperBase": {"_token_lora_indices": (), "token_lora_indices": (), "update_metadata": ()}
+    },
     "v1/worker/lora_model_runner_mixin.py": {"LoRAModelRunnerMixin": {"lora_manager": ()}},
     "model_executor/custom_op.py": {"CustomOp": {"register_oot": ("name",)}},
     "model_executor/layers/layernorm.py": {

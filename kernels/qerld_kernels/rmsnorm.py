@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["add_rmsnorm_slots", "rmsnorm", "rmsnorm_slots", "rmsnorm_slots_reference"]
+__all__ = ["rmsnorm", "rmsnorm_slots"]
 
 
 def rmsnorm(
@@ -33,22 +33,6 @@ def rmsnorm(
     return (x_fp32 * inverse_rms * scale).to(x.dtype)
 
 
-def rmsnorm_slots_reference(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    noise_table: torch.Tensor,
-    slots: torch.Tensor,
-    eps: float,
-    unit_offset: bool = False,
-) -> torch.Tensor:
-    """The equation in plain torch: x [T, d], weight [d], noise_table fp32 [S, d], slots int [≥ T] with values ≥ −1.
-
-    `slots` may be longer than T: vLLM's buffer is as long as the largest batch, and only its first T entries count.
-    """
-    rows = noise_table.index_select(0, slots[: x.shape[0]].long() + 1)
-    return rmsnorm(x, weight, eps, rows, unit_offset=unit_offset)
-
-
 @torch.library.custom_op("qerld::rmsnorm_slots", mutates_args=())
 def rmsnorm_slots(
     x: torch.Tensor,
@@ -58,9 +42,14 @@ def rmsnorm_slots(
     eps: float,
     unit_offset: bool = False,
 ) -> torch.Tensor:
-    """`rmsnorm_slots_reference` as one opaque op, so that compilation and CUDA graphs leave the table to run time."""
+    """`rmsnorm` with a row of the table for each token, as one opaque op: compiled code and CUDA graphs read it anew.
+
+    x [T, d], weight [d], noise_table fp32 [S, d], slots int [≥ T] with values ≥ −1. `slots` may be longer than T:
+    vLLM's buffer is as long as the largest batch, and only its first T entries count.
+    """
     _check_shapes(x, weight, noise_table, slots)
-    return rmsnorm_slots_reference(x, weight, noise_table, slots, eps, unit_offset)
+    rows = noise_table.index_select(0, slots[: x.shape[0]].long() + 1)
+    return rmsnorm(x, weight, eps, rows, unit_offset=unit_offset)
 
 
 @rmsnorm_slots.register_fake
@@ -73,39 +62,6 @@ def _(
     unit_offset: bool = False,
 ) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-@torch.library.custom_op("qerld::add_rmsnorm_slots", mutates_args=())
-def add_rmsnorm_slots(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    noise_table: torch.Tensor,
-    slots: torch.Tensor,
-    eps: float,
-    unit_offset: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm(x + residual), x + residual), both [T, d] in x's dtype.
-
-    The sum is rounded to that dtype before the norm, as transformers (the trainer) and vLLM's CUDA kernel do.
-    """
-    _check_shapes(x, weight, noise_table, slots)
-    total = (x.float() + residual.float()).to(x.dtype)
-    return rmsnorm_slots_reference(total, weight, noise_table, slots, eps, unit_offset), total
-
-
-@add_rmsnorm_slots.register_fake
-def _(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    noise_table: torch.Tensor,
-    slots: torch.Tensor,
-    eps: float,
-    unit_offset: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    like = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return like, torch.empty_like(like)
 
 
 def _check_shapes(x: torch.Tensor, weight: torch.Tensor, noise_table: torch.Tensor, slots: torch.Tensor) -> None:

@@ -1,78 +1,89 @@
-"""LoRA products on the CPU, one matrix product an adapter instead of a copy of its weights for every token.
+"""LoRA products on the CPU, one pair of matrix products an adapter instead of a copy of its weights for every token.
 
 vLLM's CPU path gathers [tokens, rank, width] copies of A and B for each layer: for 2,048 tokens of SmolLM2 16 GB are
-copied, and the adapter takes many times longer than the model. A batch holds few adapters: tokens are grouped by slot.
-Legend: T tokens, I inputs, O outputs.
+copied, and the adapter takes many times longer than the model. A batch holds few adapters: its tokens are grouped by
+slot, once a batch and not once a layer.
+Legend: T tokens, I inputs, O outputs, R rank.
 """
 
 from __future__ import annotations
 
-import importlib
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-__all__ = ["lora_product", "register_cpu_lora"]
+__all__ = ["Group", "GroupedLora", "add_lora", "group_by_slot", "register_cpu_lora"]
+
+Group = tuple[int, slice | torch.Tensor]
+"""A slot and its tokens: a slice where they follow each other, which is nearly always, else their indices."""
 
 
-def lora_product(inputs_TI: torch.Tensor, weights: torch.Tensor, slots_T: torch.Tensor) -> torch.Tensor:
-    """Row t is weights[slots_T[t]] · inputs_TI[t], [T, O]; zero where the slot is −1 (no adapter).
-
-    `weights` is [slots, O, I], or [slots, 1, O, I] as vLLM stores it.
-    """
-    weights = weights.squeeze(1) if weights.dim() == 4 else weights
-    slots = torch.unique(slots_T).tolist()
-    if len(slots) == 1 and slots[0] >= 0:
-        return inputs_TI @ weights[slots[0]].T
-    outputs_TO = inputs_TI.new_zeros(inputs_TI.shape[0], weights.shape[1])
-    for slot in slots:
+def group_by_slot(slots_T: torch.Tensor) -> list[Group]:
+    """The tokens of each slot; those without an adapter (slot −1) are in no group."""
+    groups: list[Group] = []
+    for slot in torch.unique(slots_T).tolist():
         if slot >= 0:
             rows = (slots_T == slot).nonzero().squeeze(1)
-            outputs_TO[rows] = inputs_TI[rows] @ weights[slot].T
-    return outputs_TO
+            first, last = int(rows[0]), int(rows[-1])
+            groups.append((slot, slice(first, last + 1) if last - first + 1 == len(rows) else rows))
+    return groups
 
 
-def bgmv_shrink(
-    inputs: torch.Tensor,
-    lora_b_weights: torch.Tensor,
-    output_tensor: torch.Tensor,
-    lora_indices_tensor: torch.Tensor,
-    scaling: float = 1.0,
+def add_lora(
+    outputs_TO: torch.Tensor,
+    inputs_TI: torch.Tensor,
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    widths: Sequence[int],
+    groups: Sequence[Group],
+    scale: float = 1.0,
 ) -> None:
-    outputs = lora_product(inputs.to(output_tensor.dtype), lora_b_weights.to(output_tensor.dtype), lora_indices_tensor)
-    output_tensor[:, : outputs.shape[1]] = scaling * outputs
+    """Add scale · B · A · x to each token's outputs, in place.
+
+    A fused layer (q, k, v) has one A [slots, 1, R, I] and one B [slots, 1, width, R] for each of its parts, whose
+    outputs stand side by side, `widths` columns each.
+    """
+    for slot, rows in groups:
+        inputs, begin = inputs_TI[rows], 0
+        for a_i, b_i, width in zip(a, b, widths, strict=True):
+            low_rank, up = inputs @ a_i[slot, 0].T, b_i[slot, 0].T
+            columns = slice(begin, begin + width)
+            if isinstance(rows, slice):
+                outputs_TO[rows, columns].addmm_(low_rank, up, alpha=scale)
+            else:
+                outputs_TO[:, columns].index_add_(0, rows, low_rank @ up, alpha=scale)
+            begin += width
 
 
-def bgmv_expand(
-    inputs: torch.Tensor,
-    lora_b_weights: torch.Tensor,
-    output_tensor: torch.Tensor,
-    lora_indices_tensor: torch.Tensor,
-    add_inputs: bool = True,
-) -> None:
-    # vLLM may pad the adapter's outputs and the layer's differently.
-    width = min(lora_b_weights.shape[-2], output_tensor.shape[1])
-    bgmv_expand_slice(inputs, lora_b_weights, output_tensor, lora_indices_tensor, 0, width, add_inputs)
+class GroupedLora:
+    """Mixin in front of vLLM's `PunicaWrapperCPU`, which knows the slot of each token of a batch."""
 
+    token_lora_indices: torch.Tensor
+    _groups: Sequence[Group] = ()
 
-def bgmv_expand_slice(
-    inputs: torch.Tensor,
-    lora_b_weights: torch.Tensor,
-    output_tensor: torch.Tensor,
-    lora_indices_tensor: torch.Tensor,
-    slice_offset: int,
-    slice_size: int,
-    add_inputs: bool = True,
-) -> None:
-    outputs = lora_product(inputs.to(output_tensor.dtype), lora_b_weights.to(output_tensor.dtype), lora_indices_tensor)
-    target = output_tensor[: outputs.shape[0], slice_offset : slice_offset + slice_size]
-    if add_inputs:
-        target += outputs[:, :slice_size]
-    else:
-        target.copy_(outputs[:, :slice_size])
+    def update_metadata(self, *args: Any, **kwargs: Any) -> None:
+        """Called by vLLM when the slots of a batch's tokens are others than in the batch before."""
+        super().update_metadata(*args, **kwargs)  # type: ignore[misc]
+        self._groups = group_by_slot(self.token_lora_indices)
+
+    def add_lora_linear(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a_stacked: tuple[torch.Tensor, ...],
+        lora_b_stacked: tuple[torch.Tensor, ...],
+        scale: float,
+        output_slices: tuple[int, ...],
+        **_: Any,
+    ) -> None:
+        """In the place of vLLM's method: the LoRA of a linear layer, y [T, O] in place."""
+        add_lora(y, x, lora_a_stacked, lora_b_stacked, output_slices, self._groups, scale)
 
 
 def register_cpu_lora() -> None:
-    """Put these in the place of vLLM's functions of the same names and signatures."""
-    for module in ("vllm.lora.ops.torch_ops.lora_ops", "vllm.lora.punica_wrapper.punica_cpu"):
-        for function in (bgmv_shrink, bgmv_expand, bgmv_expand_slice):
-            setattr(importlib.import_module(module), function.__name__, function)
+    """vLLM looks its wrapper up by name when it makes the LoRA manager; from now on it finds ours."""
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    stock = punica_cpu.PunicaWrapperCPU
+    punica_cpu.PunicaWrapperCPU = type("GroupedPunicaWrapperCPU", (GroupedLora, stock), {})

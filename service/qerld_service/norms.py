@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from qerld_kernels.architectures import architecture_of, noisy_norm_names
 from qerld_kernels.noise import Noise, scaled_noise
-from qerld_kernels.rmsnorm import add_rmsnorm_slots, rmsnorm_slots
+from qerld_kernels.rmsnorm import rmsnorm_slots
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.custom_op import CustomOp
@@ -63,13 +63,10 @@ class _SlotNorm(torch.nn.Module):
     def _with_noise(
         self, x: torch.Tensor, residual: torch.Tensor | None, table: torch.Tensor, slots: torch.Tensor
     ) -> NormOutput:
-        weight, eps = self.weight.data, self.variance_epsilon
-        result: NormOutput
-        if residual is None:
-            result = rmsnorm_slots(x, weight, table, slots, eps, self.unit_offset)
-        else:
-            result = add_rmsnorm_slots(x, residual, weight, table, slots, eps, self.unit_offset)
-        return result
+        # Rounded to x's dtype before the norm, as transformers (the trainer) and vLLM's CUDA kernel do.
+        total = x if residual is None else x + residual
+        y = rmsnorm_slots(total, self.weight.data, table, slots, self.variance_epsilon, self.unit_offset)
+        return y if residual is None else (y, total)
 
 
 class SlotRMSNorm(_SlotNorm, RMSNorm):  # type: ignore[misc]

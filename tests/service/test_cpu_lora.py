@@ -1,43 +1,35 @@
-"""Grouped LoRA products against one product a token."""
+"""LoRA products of a batch whose tokens are grouped by slot, against one product a token."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from qerld_service import cpu_lora
+from qerld_service.cpu_lora import add_lora, group_by_slot
 
-SLOTS, RANK, WIDTH = 3, 4, 10
-
-
-def stacked(rows: int, columns: int) -> torch.Tensor:
-    return torch.randn(SLOTS, 1, rows, columns, generator=torch.Generator().manual_seed(1))
+SLOTS, RANK, INPUTS, WIDTHS = 3, 4, 10, (7, 5)
 
 
-@pytest.mark.parametrize("slots", [[0, 2, 0, 1, 2, 2], [1] * 6, [2]], ids=["mixed", "one adapter", "one token"])
+def random(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(
+    "slots",
+    [[0, 2, 0, 1, 2, 2], [0, 0, 2, 2, 2], [1] * 6, [2], [-1, 0, -1], [1, -1, -1, 1], [-1, -1]],
+    ids=["mixed", "in turn", "one adapter", "one token", "beside none", "around none", "none"],
+)
 def test_same_as_a_product_for_each_token(slots: list[int]) -> None:
-    indices = torch.tensor(slots)
-    x = torch.randn(len(slots), WIDTH, generator=torch.Generator().manual_seed(2))
-    down = torch.zeros(len(slots), RANK)
-    cpu_lora.bgmv_shrink(x, stacked(RANK, WIDTH), down, indices, 0.5)
-    expected_down = torch.stack([0.5 * stacked(RANK, WIDTH)[slot, 0] @ row for slot, row in zip(slots, x, strict=True)])
-    torch.testing.assert_close(down, expected_down)
-    up = torch.ones(len(slots), 16)
-    cpu_lora.bgmv_expand_slice(down, stacked(WIDTH, RANK), up, indices, 3, WIDTH)
-    expected_up = torch.ones(len(slots), 16)
-    for row, slot in enumerate(slots):
-        expected_up[row, 3 : 3 + WIDTH] += stacked(WIDTH, RANK)[slot, 0] @ down[row]
-    torch.testing.assert_close(up, expected_up)
+    x, start = random(len(slots), INPUTS, seed=1), random(len(slots), sum(WIDTHS), seed=2)
+    a = [random(SLOTS, 1, RANK, INPUTS, seed=3 + part) for part in range(len(WIDTHS))]
+    b = [random(SLOTS, 1, width, RANK, seed=5 + part) for part, width in enumerate(WIDTHS)]
+    y = start.clone()
+    add_lora(y, x, a, b, WIDTHS, group_by_slot(torch.tensor(slots)), scale=0.5)
+    for token, slot in enumerate(slots):
+        added = [0.5 * b_i[slot, 0] @ (a_i[slot, 0] @ x[token]) for a_i, b_i in zip(a, b, strict=True)]
+        expected = start[token] + torch.cat(added) if slot >= 0 else start[token]
+        torch.testing.assert_close(y[token], expected)
+        assert slot >= 0 or torch.equal(y[token], start[token])
 
 
-def test_tokens_without_an_adapter_get_nothing() -> None:
-    out = cpu_lora.lora_product(torch.ones(3, WIDTH), stacked(RANK, WIDTH), torch.tensor([-1, 0, -1]))
-    assert torch.equal(out[[0, 2]], torch.zeros(2, RANK))
-    assert out[1].abs().sum() > 0
-    only = cpu_lora.lora_product(torch.ones(2, WIDTH), stacked(RANK, WIDTH), torch.tensor([-1, -1]))
-    assert torch.equal(only, torch.zeros(2, RANK))
-
-
-def test_padded_outputs_are_cut() -> None:
-    out = torch.zeros(2, 7)
-    cpu_lora.bgmv_expand(torch.ones(2, RANK), stacked(WIDTH, RANK), out, torch.tensor([0, 0]), add_inputs=False)
-    torch.testing.assert_close(out[0], stacked(WIDTH, RANK)[0, 0, :7].sum(1))
+def test_tokens_that_follow_each_other_are_a_slice() -> None:
+    assert group_by_slot(torch.tensor([-1, 2, 2, 0])) == [(0, slice(3, 4)), (2, slice(1, 3))]
