@@ -10,104 +10,42 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
+from pydantic import ValidationError
 from qerld_kernels.checkpoint import CheckpointReader
 from qerld_kernels.noise import Noise
 
 from qerld_service.adapters import AdapterError, AdapterKey, Slot, SlotTable, check_adapter, linear_shapes
+from qerld_service.engine_types import (
+    LORA_RANKS,
+    Delta,
+    EngineConfig,
+    EngineDiedError,
+    EngineSettingsError,
+    EngineStats,
+    RequestError,
+    Sampling,
+)
 from qerld_service.vllm_plugin import set_environment
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
-__all__ = ["Delta", "EngineConfig", "EngineDiedError", "EngineStats", "PolicyEngine", "RequestError", "Sampling"]
-
-MAX_STOPS = 64  # each is looked for after every token; the learner's API has the same limits
-MAX_STOP_STRING = 256
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM's max_lora_rank may be
-
-
-class EngineDiedError(RuntimeError):
-    """vLLM's engine process has died; the engine must be started again."""
-
-
-class RequestError(ValueError):
-    """A prompt or sampling field that cannot be served."""
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """How to start the engine. `model`: a local folder, NVFP4 (compressed-tensors) or plain."""
-
-    model: Path
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """auto: bfloat16 on a GPU, float32 on the CPU (bf16 products are ten times slower on AVX2)."""
-    max_loras: int = 4
-    max_cpu_loras: int | None = None
-    """Adapters in host memory; None: max_loras + 2, the fewest with which vLLM never evicts one in use."""
-    max_lora_rank: int = 32
-    """Rounded up to a rank that vLLM's kernels know."""
-    max_model_len: int | None = None
-    """Tokens of prompt and completion; None: all that the model's positions allow."""
-    max_num_seqs: int | None = None
-    gpu_memory_utilization: float = 0.85
-    """Share of the GPU's memory for weights and key–value cache."""
-    cpu_kv_cache_gib: int = 1
-    """GiB of key–value cache on the CPU."""
-    enforce_eager: bool | None = None
-    """No compilation, no CUDA graphs; None: only on the CPU."""
-    tensor_parallel_size: int = 1
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.max_loras < 1:
-            raise ValueError(f"max_loras: must be at least 1, got {self.max_loras}")
-        if not 1 <= self.max_lora_rank <= _RANKS[-1]:
-            raise ValueError(f"max_lora_rank: must be from 1 to {_RANKS[-1]}, got {self.max_lora_rank}")
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """The sampling that keeps behaviour log-probabilities exact: no truncation, no penalties."""
-
-    max_tokens: int
-    n: int = 1
-    temperature: float = 1.0
-    """0 takes the most probable token: for evaluation, never for training."""
-    seed: int | None = None
-    """Completion i is drawn with seed + i."""
-    stop_token_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Delta:
-    """New tokens of completion `index`: logprobs[j] is the log-probability of token_ids[j] after temperature.
-
-    `finish_reason` ("stop", "length" or "abort") comes with the last delta of a completion. `text` is without the stop
-    string and without special tokens.
-    """
-
-    index: int
-    token_ids: list[int]
-    logprobs: list[float]
-    finish_reason: str | None
-    text: str
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """`in_flight`: running requests by adapter; `noise_realised`: realised σ / intended σ by loaded adapter."""
-
-    capacity: int
-    in_flight: Mapping[AdapterKey, int]
-    noise_realised: Mapping[AdapterKey, float]
+__all__ = [
+    "Delta",
+    "EngineConfig",
+    "EngineDiedError",
+    "EngineSettingsError",
+    "EngineStats",
+    "PolicyEngine",
+    "RequestError",
+    "Sampling",
+]
 
 
 class PolicyEngine:
@@ -132,6 +70,7 @@ class PolicyEngine:
 
         Raises:
             CheckpointError: the model folder is broken or of an unknown architecture.
+            EngineSettingsError: vLLM refuses the model or a setting.
             RuntimeError: vLLM could not start; its log says why.
         """
         model = CheckpointReader(config.model)
@@ -384,7 +323,7 @@ def start_vllm(config: EngineConfig, model: CheckpointReader, on_cpu: bool) -> A
         enable_lora=True,
         max_loras=config.max_loras,
         max_cpu_loras=config.max_cpu_loras or config.max_loras + 2,
-        max_lora_rank=next(rank for rank in _RANKS if rank >= config.max_lora_rank),
+        max_lora_rank=next(rank for rank in LORA_RANKS if rank >= config.max_lora_rank),
         # Without lm_head: vLLM's LoRA on the logits takes scored prompts for sampled tokens, and two of them at once
         # kill the engine (0.32 on the CPU). Adapters never have it.
         lora_target_modules=list(model.architecture.target_modules),
@@ -394,7 +333,11 @@ def start_vllm(config: EngineConfig, model: CheckpointReader, on_cpu: bool) -> A
         generation_config="vllm",  # the model's own sampling defaults would change the behaviour distribution
         logprobs_mode="processed_logprobs",  # the raw ones ignore temperature
     )
-    return AsyncLLM.from_engine_args(args)
+    try:
+        return AsyncLLM.from_engine_args(args)
+    except ValueError as error:  # pydantic's, too
+        problem = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        raise EngineSettingsError(f"settings: vLLM refuses them or the model: {' '.join(problem.split())}") from error
 
 
 @contextlib.contextmanager

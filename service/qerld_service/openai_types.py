@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from qerld_service.engine import MAX_STOP_STRING, MAX_STOPS, Delta, Sampling
+from qerld_service.engine_types import MAX_STOP_STRING, MAX_STOPS, Delta, Sampling
 
 NonEmpty = Annotated[str, Field(min_length=1)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING)]

@@ -13,15 +13,8 @@ import grpc
 from qerld.v1 import common_pb2, replica_pb2, replica_pb2_grpc
 
 from qerld_service.adapters import AdapterKey, AdapterNotLoadedError
-from qerld_service.engine import (
-    MAX_STOP_STRING,
-    MAX_STOPS,
-    Delta,
-    EngineDiedError,
-    PolicyEngine,
-    RequestError,
-    Sampling,
-)
+from qerld_service.engine import Delta, EngineDiedError, PolicyEngine, RequestError, Sampling
+from qerld_service.engine_types import MAX_STOP_STRING, MAX_STOPS
 from qerld_service.metrics import PolicyMetrics
 from qerld_service.reconciler import NotServedError, Reconciler
 
