@@ -88,7 +88,8 @@ class Learner:
     async def open(cls, options: LearnerOptions, observer: Observer | None = None) -> Learner:
         """Open the store, sweep what no row references, start the trainer and go on with every run.
 
-        Raises `PreconditionError` when another learner has the folder or the base model is another one.
+        Raises `ModelFolderError` when the base model is broken, `PreconditionError` when another learner has the folder
+        or the base model is another one.
         """
         observer = observer or Observer()
         found = await fingerprints_of(options.base_model)
@@ -385,8 +386,9 @@ def _check_count(outcomes: Sequence[Outcome]) -> None:
 
 def _page(page_size: int, page_token: str) -> tuple[int | None, int]:
     if page_size < 0 or page_size > 1000:
-        raise InvalidRequestError([Violation("page_size", f"must be in [0, 1000], got {page_size}")])
+        text = f"must be in [0, 1000], got {page_size}; ask for more pages"
+        raise InvalidRequestError([Violation("page_size", text)])
     if page_token and not (page_token.isdecimal() and len(page_token) < 19):
-        text = f"must be a next_page_token of an earlier answer, got {page_token[:80]!r}"
+        text = f"must be a next_page_token of an earlier answer, got {page_token[:40]!r}; leave it empty to begin"
         raise InvalidRequestError([Violation("page_token", text)])
     return int(page_token) if page_token else None, page_size or 100

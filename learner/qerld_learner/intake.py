@@ -32,6 +32,8 @@ from .store.rollouts import Sampled
 from .store.rows import rollout_ids
 from .store.runs import all_versions, find_run
 
+_EMPTY = "must have at least one token, got none; send messages, text or ids"
+
 
 class Intake:
     """Takes prompts and groups in; `Sampler` drives what is to be sampled."""
@@ -237,13 +239,13 @@ def check_prompt(run: RunRecord, prompt: PromptSpec, max_model_len: int | None, 
     wrong = []
     length = len(prompt.prompt_ids)
     if length == 0:
-        wrong.append(("prompt", "must have at least one token, got none"))
+        wrong.append(("prompt", _EMPTY))
     if max_model_len is not None and length >= max_model_len:
         text = f"must be shorter than the context of {max_model_len} tokens, got {length}; shorten it"
         wrong.append(("prompt", text))
     if prompt.group_size < 2:
         wrong.append(
-            ("group_size", f"must be at least 2, got {prompt.group_size}: advantages are relative to the group")
+            ("group_size", f"must be at least 2, got {prompt.group_size}; advantages are relative to the group")
         )
     if prompt.sampling.temperature != run.config.temperature:
         text = (
@@ -252,7 +254,7 @@ def check_prompt(run: RunRecord, prompt: PromptSpec, max_model_len: int | None, 
         )
         wrong.append(("sampling.temperature", text))
     if prompt.sampling.max_tokens < 1:
-        wrong.append(("sampling.max_tokens", f"must be at least 1, got {prompt.sampling.max_tokens}"))
+        wrong.append(("sampling.max_tokens", f"must be at least 1, got {prompt.sampling.max_tokens}; leave it unset"))
     if wrong:
         raise InvalidRequestError([Violation(prefix + field, text) for field, text in wrong])
 
@@ -261,12 +263,12 @@ def check_trajectories(
     prompt: PromptSpec, trajectories: Sequence[TrajectorySpec], versions: dict[int, NoiseRecord]
 ) -> None:
     """Raise `InvalidRequestError` with everything wrong with an imported group."""
-    wrong = [] if prompt.prompt_ids else [Violation("prompt", "must have at least one token, got none")]
+    wrong = [] if prompt.prompt_ids else [Violation("prompt", _EMPTY)]
     if len(trajectories) < 2:
-        text = f"must be at least 2, got {len(trajectories)}: advantages are relative to the group"
+        text = f"must be at least 2, got {len(trajectories)}; advantages are relative to the group"
         wrong.append(Violation("trajectories", text))
     if len(trajectories) != prompt.group_size:
-        text = f"must be the number of trajectories, {len(trajectories)}, got {prompt.group_size}"
+        text = f"must be the number of trajectories, {len(trajectories)}, got {prompt.group_size}; send all of them"
         wrong.append(Violation("group_size", text))
     for index, trajectory in enumerate(trajectories):
         wrong.extend(_wrong_segments(f"trajectories[{index}]", trajectory, versions))
@@ -287,11 +289,12 @@ def _wrong_segments(path: str, trajectory: TrajectorySpec, versions: dict[int, N
                 wrong.append(Violation(f"{at}.logprobs", text))
             continue
         if len(segment.logprobs) != len(segment.ids):
-            text = f"must be one a token, {len(segment.ids)}, got {len(segment.logprobs)}"
+            text = f"must be one a token, {len(segment.ids)}, got {len(segment.logprobs)}; record them"
             wrong.append(Violation(f"{at}.logprobs", text))
         if not all(math.isfinite(value) and value <= 1e-6 for value in segment.logprobs):
-            wrong.append(Violation(f"{at}.logprobs", "must be finite and ≤ 0, natural logarithms after temperature"))
+            text = "must be finite and ≤ 0; send natural logarithms after temperature"
+            wrong.append(Violation(f"{at}.logprobs", text))
         if segment.version not in versions:
             text = f"must be a version of the run ({min(versions)} to {max(versions)}), got {segment.version}"
-            wrong.append(Violation(f"{at}.version", text))
+            wrong.append(Violation(f"{at}.version", f"{text}; ListVersions lists them"))
     return wrong

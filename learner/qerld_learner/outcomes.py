@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .groups import REWARD_KINDS
 from .records import (
     Answer,
     GroupState,
@@ -18,6 +17,9 @@ from .records import (
 )
 
 MOST_OUTCOMES = 4096
+MAX_REWARD = 1e6
+"""Largest |reward|, of a rollout and of each turn and token. With importance ratios of up to e^20 and 1e8 weights, the
+squared norm of a gradient then stays below the 3.4e38 of fp32; an infinite one would pause the run."""
 _OPEN_GROUPS = (GroupState.QUEUED, GroupState.SAMPLING, GroupState.AWAITING_REWARDS)
 _RECEIPTS = {OutcomeKind.ERROR: ReceiptState.FAILED, OutcomeKind.ABSTENTION: ReceiptState.ABSTAINED}
 
@@ -109,7 +111,9 @@ def _judge_again(path: str, outcome: Outcome, body: str, stored: str, known: Kno
 
 def _said(stored: str) -> str:
     kind, values, *_ = json.loads(stored)
-    return f"{kind} {values[0] if len(values) == 1 else values}" if values else str(kind)
+    if len(values) > 1:
+        return f"{kind} of sum {sum(values)}"
+    return f"{kind} {values[0]}" if values else str(kind)
 
 
 def _value_problems(path: str, outcome: Outcome, known: KnownRollout) -> list[Problem]:
@@ -123,17 +127,25 @@ def _value_problems(path: str, outcome: Outcome, known: KnownRollout) -> list[Pr
     sampled = known.state is RolloutState.FINISHED
     if wanted and sampled and len(outcome.values) != wanted[0]:
         problems.append((field, f"needs {wanted[0]} values, one a {wanted[1]}, got {len(outcome.values)}"))
-    way_out = "report an error or an abstention instead"
-    bad = [(i, value) for i, value in enumerate(outcome.values) if not math.isfinite(value)]
-    for position, value in bad:
-        place = field if outcome.kind is OutcomeKind.REWARD else f"{field}.values[{position}]"
-        problems.append((place, f"must be finite, got {value}; {way_out}"))
-    if not bad and outcome.kind in REWARD_KINDS and not math.isfinite(outcome.reward):
-        problems.append((field, f"the sum of its values must be finite, got {outcome.reward}; scale them down"))
+    for position, value in enumerate(outcome.values):
+        if text := _reward_problem(value):
+            place = field if outcome.kind is OutcomeKind.REWARD else f"{field}.values[{position}]"
+            problems.append((place, text))
+    # Training uses the sum.
+    if not problems and len(outcome.values) > 1 and (text := _reward_problem(outcome.reward)):
+        problems.append((field, f"the sum of its values {text}"))
     for name, value in outcome.components.items():
         if not math.isfinite(value):
             problems.append((f"{path}.components[{name}]", f"must be finite, got {value}; leave it out"))
     return problems
+
+
+def _reward_problem(value: float) -> str:
+    if not math.isfinite(value):
+        return f"must be finite, got {value}; report an error or an abstention instead"
+    if abs(value) > MAX_REWARD:
+        return f"must be from {-MAX_REWARD:g} to {MAX_REWARD:g}, got {value:g}; scale the rewards down"
+    return ""
 
 
 def _state_problem(known: KnownRollout, now: float) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from .errors import Violation
 from .options import LearnerOptions
@@ -14,10 +14,17 @@ from .trainer.messages import AlgorithmConfig, AqnConfig, LoraShape, OptimizerCo
 
 # Names of `objectives.AGGREGATIONS`, which this process cannot import: that module needs torch.
 AGGREGATIONS = ("sequence_mean", "token_mean")
+_LEAVE = "leave it unset for the default"
 _SCHEDULES = {"none": "reaches_end", "exponential": "reaches_end", "exponential_paper": "paper"}
 # bf16: both sides round their activations. Correct servers differed by 0.02 to 0.04 on average and by up to 0.21 on the
 # 20 tokens of two probes (SmolLM2, H200; tokens sampled under noise are improbable without it, and differ most).
 DEFAULT_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}
+# vLLM refuses temperatures above 2, and raises those below 0.01 to that without a word to us.
+TEMPERATURES = (0.01, 2.0)
+# Beside norm weights of about 1, fp32 swallows a smaller σ; a larger one is nothing but noise.
+SIGMAS = (1e-6, 10.0)
+MAX_MODULES = 64
+MAX_MODULE_NAME = 128
 
 
 def trainer_config(config: RunConfig, options: LearnerOptions) -> TrainerConfig:
@@ -82,12 +89,10 @@ def check_run_config(config: RunConfig) -> list[Violation]:
 
 def _problems(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield from _unknown_names(config)
+    yield from _modules(config.target_modules)
     yield from _numbers(config)
     if config.noise_schedule in _SCHEDULES:
-        try:
-            aqn.check(noise_config(config))
-        except aqn.AqnConfigError as error:
-            yield "noise", str(error)
+        yield from _noise(config)
 
 
 def _unknown_names(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -97,14 +102,23 @@ def _unknown_names(config: RunConfig) -> Iterator[tuple[str, str]]:
         ("noise.schedule", config.noise_schedule, sorted(_SCHEDULES)),
     ):
         if value not in known:
-            yield field, f"must be one of {', '.join(known)}, got {value!r}: this version does not have it"
-    if not config.target_modules:
-        yield "lora.target_modules", "must name at least one linear layer, got none; leave it out for the default"
+            yield field, f"must be one of {', '.join(known)}, got {value!r}; this version has no other"
+
+
+def _modules(names: Sequence[str]) -> Iterator[tuple[str, str]]:
+    if not 1 <= len(names) <= MAX_MODULES:
+        yield "lora.target_modules", f"must name 1 to {MAX_MODULES} linear layers, got {len(names)}; {_LEAVE}"
+    longest = max(map(len, names), default=0)
+    if longest > MAX_MODULE_NAME:
+        limit = f"names must have at most {MAX_MODULE_NAME} characters, got {longest}"
+        yield "lora.target_modules", f"{limit}; use the last part of a layer's name"
 
 
 def _numbers(config: RunConfig) -> Iterator[tuple[str, str]]:
     for field, value, low, high in (
         ("lora.rank", config.lora_rank, 1, 512),
+        ("lora.alpha", config.lora_alpha, 1e-3, 1e5),
+        ("temperature", config.temperature, *TEMPERATURES),
         ("group_size", config.group_size, 2, 1024),
         ("groups_per_step", config.groups_per_step, 1, 4096),
         ("max_tokens", config.max_tokens, 1, 1 << 20),
@@ -123,11 +137,20 @@ def _numbers(config: RunConfig) -> Iterator[tuple[str, str]]:
         ("canary_tolerance", canary_tolerance(config, "float32"), 0, 1e3),
     ):
         if not low <= value <= high:
-            yield field, f"must be in [{low}, {high}], got {value}"
-    for field, value in (
-        ("temperature", config.temperature),
-        ("lora.alpha", config.lora_alpha),
-        ("reward_deadline", config.reward_deadline),
+            yield field, f"must be in [{low}, {high}], got {value}; {_LEAVE}"
+    if not (config.reward_deadline > 0 and math.isfinite(config.reward_deadline)):
+        yield "reward_deadline", f"must be finite and > 0, got {config.reward_deadline}; {_LEAVE}"
+
+
+def _noise(config: RunConfig) -> Iterator[tuple[str, str]]:
+    low, high = SIGMAS
+    noisy = config.noise_schedule != "none"
+    for field, value, most in (
+        ("noise.sigma_start", config.sigma_start, high),
+        ("noise.sigma_end", config.sigma_end, min(high, config.sigma_start) if noisy else high),
     ):
-        if not (value > 0 and math.isfinite(value)):
-            yield field, f"must be finite and > 0, got {value}"
+        least = low if noisy else 0.0
+        if not least <= value <= most:
+            yield field, f"must be in [{least:g}, {most:g}], got {value:g}; NOISE_SCHEDULE_NONE is without noise"
+    if noisy and config.noise_stages < 2:
+        yield "noise.stages", f"must be at least 2 (the first has no noise), got {config.noise_stages}; {_LEAVE}"

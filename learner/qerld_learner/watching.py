@@ -17,7 +17,7 @@ async def watch_receipts(shared: Shared, run: str, rollout_ids: Sequence[str]) -
     awaited = set(rollout_ids)
     with shared.receipts.subscribe() as subscription:
         if rollout_ids:
-            known = await shared.store.read(lambda connection: find_receipts(connection, rollout_ids))
+            known = await shared.store.read(lambda connection: find_receipts(connection, rollout_ids, run))
             for missing in awaited - known.keys():
                 raise NotFoundError(f"unknown rollout {missing!r} in run {run!r}; use ids that Sample returned")
             for receipt in known.values():

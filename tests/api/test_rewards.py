@@ -36,6 +36,13 @@ async def test_an_outcome_is_accepted_once(api: Api, run: str) -> None:
     [
         ({"reward": math.nan}, "reward", "finite"),
         ({"reward": math.inf}, "reward", "finite"),
+        ({"reward": 1e308}, "reward", "from -1e+06 to 1e+06, got 1e+308"),
+        ({"reward": -1.1e6}, "reward", "from -1e+06 to 1e+06, got -1.1e+06"),
+        ({"token_rewards": values(0.0, 1e38, -1e38)}, "token_rewards.values[1]", "from -1e+06 to 1e+06, got 1e+38"),
+        ({"token_rewards": values(6e5, 6e5, 0.0)}, "token_rewards", "the sum of its values must be from -1e+06"),
+        ({"error": reward_pb2.OutcomeError(kind=99)}, "error.kind", "got number 99"),  # type: ignore[arg-type]
+        ({"reward": 1.0, "components": {"k" * 64: 1.0}}, "components", "at most 63 characters, got 64"),
+        ({"reward": 1.0, "components": {str(i): 1.0 for i in range(65)}}, "components", "at most 64 entries, got 65"),
         ({"token_rewards": values(1.0)}, "token_rewards", "needs 3 values"),
         ({"turn_rewards": values(1.0, 2.0)}, "turn_rewards", "needs 1 values"),
         ({"token_rewards": values(1.0, math.nan, 0.0)}, "token_rewards.values[1]", "finite"),
@@ -123,7 +130,9 @@ async def test_check_rewards_stores_nothing(api: Api, run: str) -> None:
 
 async def test_watch_receipts_ends_when_all_are_final(api: Api, run: str) -> None:
     first, second = await api.rollout_ids(run, 2)
-    watch = api.rewards.WatchReceipts(reward_pb2.WatchReceiptsRequest(run=run, rollout_ids=[first, second]), timeout=30)
+    watch = api.rewards.WatchReceipts(
+        reward_pb2.WatchReceiptsRequest(run=run, rollout_ids=[first, second]), timeout=120
+    )
     reading = asyncio.ensure_future(_all(watch))
     await asyncio.sleep(0.1)
     # Equal rewards: the group is dropped as soon as both are there.
@@ -131,6 +140,25 @@ async def test_watch_receipts_ends_when_all_are_final(api: Api, run: str) -> Non
     receipts = await reading
     assert {receipt.rollout_id for receipt in receipts} == {first, second}
     assert {receipt.state for receipt in receipts} == {reward_pb2.RECEIPT_STATE_DROPPED_ZERO_VARIANCE}
+
+
+async def test_watch_receipts_refuses_too_many_ids_and_those_of_another_run(api: Api, run: str) -> None:
+    many = reward_pb2.WatchReceiptsRequest(run=run, rollout_ids=["x"] * 4097)
+    assert "at most 4096 entries, got 4097" in violations(await failure(api.rewards.WatchReceipts(many)))["rollout_ids"]
+    ids = await api.rollout_ids(await api.new_run(), 1)
+    other = reward_pb2.WatchReceiptsRequest(run=run, rollout_ids=ids)
+    error = await failure(api.rewards.WatchReceipts(other, timeout=60))
+    assert error.code() is grpc.StatusCode.NOT_FOUND
+    assert ids[0] in str(error.details())
+
+
+async def test_a_refused_outcome_may_be_large(api: Api, run: str) -> None:
+    """The answer to a second outcome must not repeat the first one's thousands of numbers, nor a name without end."""
+    (rollout_id,) = await api.rollout_ids(run, 1)
+    await api.submit(run, [Outcome(rollout_id=rollout_id, token_rewards=values(0.5, 0.25, 0.125))])
+    second, nameless = await api.submit(run, [reward(rollout_id, 1.0), reward("x" * 65, 1.0)])
+    assert "token_rewards of sum 0.875" in second.problem.description
+    assert "1 to 64 characters, got 65" in nameless.problem.description
 
 
 async def _all(watch: grpc.aio.UnaryStreamCall) -> list[reward_pb2.Receipt]:  # type: ignore[type-arg]
@@ -141,7 +169,7 @@ class Worker:
     """A reward worker by hand."""
 
     def __init__(self, api: Api, run: str, lease_seconds: int = 60) -> None:
-        self.call = api.rewards.StreamRewards(timeout=30)
+        self.call = api.rewards.StreamRewards(timeout=120)
         opening = reward_pb2.OpenStream(run=run, worker="w")
         opening.lease.seconds = lease_seconds
         self._open = reward_pb2.StreamRewardsRequest(open=opening)
@@ -159,7 +187,7 @@ class Worker:
         await self.call.write(reward_pb2.StreamRewardsRequest(outcomes=batch))
         return batch.request_id
 
-    async def read(self, seconds: float = 5.0) -> reward_pb2.StreamRewardsResponse:
+    async def read(self, seconds: float = 60.0) -> reward_pb2.StreamRewardsResponse:
         async with asyncio.timeout(seconds):
             return await self.call.read()
 
@@ -242,10 +270,10 @@ async def test_a_stream_survives_a_bad_batch(api: Api, run: str) -> None:
 
 async def test_a_stream_begins_with_open(api: Api, run: str) -> None:
     credits = reward_pb2.StreamRewardsRequest(credits=reward_pb2.Credits(count=1))
-    error = await failure(api.rewards.StreamRewards(messages(credits), timeout=10))
+    error = await failure(api.rewards.StreamRewards(messages(credits), timeout=60))
     assert error.code() is INVALID
     assert "open" in violations(error)
-    error = await failure(api.rewards.StreamRewards(messages(), timeout=10))
+    error = await failure(api.rewards.StreamRewards(messages(), timeout=60))
     assert error.code() is INVALID
 
 
@@ -253,5 +281,5 @@ async def test_a_stream_begins_with_open(api: Api, run: str) -> None:
 async def test_credits_are_bounded(api: Api, run: str, count: int) -> None:
     opening = reward_pb2.StreamRewardsRequest(open=reward_pb2.OpenStream(run=run, worker="w"))
     credits = reward_pb2.StreamRewardsRequest(credits=reward_pb2.Credits(count=count))
-    error = await failure(api.rewards.StreamRewards(messages(opening, credits), timeout=10))
+    error = await failure(api.rewards.StreamRewards(messages(opening, credits), timeout=60))
     assert f"got {count}" in violations(error)["credits.count"]

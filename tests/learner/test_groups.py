@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from qerld_learner.groups import Member, Verdict, lag, receipts_on, rewards_of, verdict, would_be_advantages
-from qerld_learner.outcomes import KnownRollout, canonical, judge_all
+from qerld_learner.outcomes import MAX_REWARD, KnownRollout, canonical, judge_all
 from qerld_learner.records import Answer, GroupState, Outcome, OutcomeKind, ReceiptState, RolloutState
 
 REWARD = OutcomeKind.REWARD
@@ -110,10 +110,11 @@ def test_a_reward_that_is_not_finite_is_rejected(value: float) -> None:
     assert str(value) in problems[0][1]
 
 
-def test_values_that_overflow_together_are_rejected() -> None:
-    answer, problems = judge(Outcome("r", OutcomeKind.TURN_REWARDS, (1.5e308, 1.5e308)), known())
+def test_values_that_are_too_large_together_are_rejected() -> None:
+    answer, problems = judge(Outcome("r", OutcomeKind.TURN_REWARDS, (0.6 * MAX_REWARD, 0.6 * MAX_REWARD)), known())
     assert answer is Answer.REJECTED
     assert "sum" in problems[0][1]
+    assert judge(Outcome("r", OutcomeKind.TURN_REWARDS, (MAX_REWARD, -MAX_REWARD)), known()) == (Answer.ACCEPTED, [])
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,10 @@ MAX_LABEL_KEY = 63
 MAX_LABEL_VALUE = 4096
 MAX_SEED = 2**63 - 1 - MAX_GROUP_SIZE
 """Rollout i samples with seed + i, which must stay a signed 64-bit number (the store, vLLM)."""
+MAX_NUMBER = 2**63 - 1
+"""Largest step or version in a request: the wire's have 64 bits without a sign, the store's integers one."""
 MAX_DURATION = 30 * 24 * 3600.0
+MAX_ROLLOUT_ID = 64
 RUN_NAME = re.compile(r"[a-z0-9_-]{1,63}")
 
 
@@ -55,13 +58,18 @@ class Checks:
         if not value:
             self.add(field, f"must not be empty; {way_out}")
 
+    def number(self, field: str, value: int, way_out: str) -> None:
+        """Want an unsigned 64-bit number that the store can hold."""
+        if value > MAX_NUMBER:
+            self.add(field, f"must be at most {MAX_NUMBER}, got {value}; {way_out}")
+
     def run(self, name: str) -> None:
         self.required("run", name, "name the run")
 
     def run_name(self, name: str) -> None:
         """Check the name of a run that is to be created."""
         if not RUN_NAME.fullmatch(name):
-            self.add("run", f"must be 1 to 63 of a-z, 0-9, '-' and '_', got {name[:80]!r}; rename the run")
+            self.add("run", f"must be 1 to 63 of a-z, 0-9, '-' and '_', got {name[:40]!r}; rename the run")
 
     def request_id(self, value: str, field: str = "request_id") -> None:
         if not 1 <= len(value) <= MAX_REQUEST_ID:

@@ -17,9 +17,11 @@ from qerld_learner.errors import (
 )
 
 DETAILS_KEY = "grpc-status-details-bin"
-MAX_MESSAGE_BYTES = 2048
-"""Statuses travel in HTTP/2 trailers, whose size peers limit to 8 KiB or so."""
-MAX_VIOLATIONS = 16
+# Statuses travel in HTTP/2 trailers, which peers may refuse from 8 KiB on. The message is in them twice: itself,
+# percent-encoded (up to 3 bytes for one), and in the details, which are encoded in base64 (4 for 3).
+MAX_MESSAGE_BYTES = 1000
+MAX_DETAIL_BYTES = 2500
+MAX_DESCRIPTION_BYTES = 500
 
 
 class NotServedError(LearnerError):
@@ -44,11 +46,7 @@ def _code(error: LearnerError) -> grpc.StatusCode:
 
 def _details(error: LearnerError) -> list[Message]:
     if isinstance(error, InvalidRequestError):
-        violations = [
-            error_details_pb2.BadRequest.FieldViolation(field=v.field, description=_short(v.description, 256))
-            for v in error.violations[:MAX_VIOLATIONS]
-        ]
-        return [error_details_pb2.BadRequest(field_violations=violations)]
+        return [_bad_request(error)]
     if isinstance(error, RetryLaterError):
         delay = duration_pb2.Duration()
         delay.FromNanoseconds(int(error.retry_after * 1e9))
@@ -56,14 +54,28 @@ def _details(error: LearnerError) -> list[Message]:
     return []
 
 
-def _short(text: str, limit: int = MAX_MESSAGE_BYTES) -> str:
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+def _bad_request(error: InvalidRequestError) -> error_details_pb2.BadRequest:
+    """Return as many of the violations as there is room for, at least one."""
+    bad = error_details_pb2.BadRequest()
+    for violation in error.violations:
+        description = _short(violation.description, MAX_DESCRIPTION_BYTES)
+        bad.field_violations.add(field=_short(violation.field, MAX_DESCRIPTION_BYTES), description=description)
+        if bad.ByteSize() > MAX_DETAIL_BYTES and len(bad.field_violations) > 1:
+            del bad.field_violations[-1]
+            break
+    return bad
+
+
+def _short(text: str, limit: int) -> str:
+    """Return at most `limit` bytes of a text, in UTF-8."""
+    data = text.encode()
+    return text if len(data) <= limit else data[: limit - 3].decode(errors="ignore") + "…"
 
 
 def to_status(error: LearnerError) -> tuple[grpc.StatusCode, status_pb2.Status]:
     """Return the code, and the google.rpc.Status with BadRequest or RetryInfo details."""
     code = _code(error)
-    status = status_pb2.Status(code=code.value[0], message=_short(str(error)))
+    status = status_pb2.Status(code=code.value[0], message=_short(str(error), MAX_MESSAGE_BYTES))
     for detail in _details(error):
         packed = any_pb2.Any()
         packed.Pack(detail)

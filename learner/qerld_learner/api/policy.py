@@ -57,7 +57,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         checks = Checks()
         name = request.file or WEIGHTS
         if name not in ADAPTER_FILES:
-            checks.add("file", f"must be one of {', '.join(ADAPTER_FILES)}, got {name[:80]!r}; ask for one of them")
+            checks.add("file", f"must be one of {', '.join(ADAPTER_FILES)}, got {name[:40]!r}; ask for one of them")
         checks.done()
         path, sha256 = await self._service.learner.adapter_file(request.policy.run, request.policy.version, name)
         total = path.stat().st_size

@@ -13,7 +13,7 @@ from typing import Any
 from qerld.v1 import common_pb2, replica_pb2, reward_pb2, rollout_pb2
 
 from qerld_learner import records
-from qerld_learner.api.checks import MAX_GROUP_SIZE, MAX_SEED, Checks
+from qerld_learner.api.checks import MAX_GROUP_SIZE, MAX_LABEL_KEY, MAX_ROLLOUT_ID, MAX_SEED, Checks
 from qerld_learner.errors import InvalidRequestError
 from qerld_learner.tokens import PromptTokenizer
 
@@ -21,6 +21,8 @@ MAX_STOPS = 64
 MAX_STOP_STRING = 256
 MAX_OUTCOMES = 4096
 MAX_COMPONENTS = 64
+LEAST_LOGPROB = -1000.0
+"""Nats. No sampler draws a token of probability e^-1000 (fp32 ends at e^-103): such numbers are sentinels."""
 MAX_PROMPTS = 1024
 MAX_ROLLOUTS = 16_384
 """Rollouts of one SubmitPrompts: each is a row, and the store's one writer inserts them in one transaction."""
@@ -28,6 +30,13 @@ NOT_ALLOWED = (
     "training rollouts accept temperature, max_tokens, seed, stop_ids and stop_strings only, "
     "since anything else changes the behaviour distribution; leave it out"
 )
+
+
+_FINISH_REASONS = {
+    common_pb2.FINISH_REASON_STOP: records.FinishReason.STOP,
+    common_pb2.FINISH_REASON_LENGTH: records.FinishReason.LENGTH,
+    common_pb2.FINISH_REASON_ABORTED: records.FinishReason.ABORTED,
+}
 
 
 @dataclass(frozen=True)
@@ -174,9 +183,12 @@ def _trajectory(
         checks.add(f"{field}.segments", "must have at least one trainable token, got none; mark what the policy made")
     if total > room:
         checks.add(f"{field}.segments", f"must have at most {room} tokens after the prompt, got {total}; shorten it")
-    if message.finish_reason == common_pb2.FINISH_REASON_UNSPECIFIED:
-        checks.add(f"{field}.finish_reason", "must be set; use FINISH_REASON_LENGTH for a truncated trajectory")
-    return records.TrajectorySpec(segments=segments, finish_reason=finish_reason(message.finish_reason))
+    if message.finish_reason not in _FINISH_REASONS:
+        names = ", ".join(common_pb2.FinishReason.Name(number) for number in _FINISH_REASONS)
+        limit = f"must be one of {names}, got number {message.finish_reason}"
+        checks.add(f"{field}.finish_reason", f"{limit}; use FINISH_REASON_LENGTH for a truncated trajectory")
+    reason = _FINISH_REASONS.get(message.finish_reason, records.FinishReason.ABORTED)
+    return records.TrajectorySpec(segments=segments, finish_reason=reason)
 
 
 def _segment(
@@ -192,22 +204,13 @@ def _segment(
             f"{field}.logprobs", f"must have {wanted} entries ({rule}), got {len(message.logprobs)}; record them"
         )
     for position, value in enumerate(message.logprobs):
-        if not (math.isfinite(value) and value <= 0):
-            way_out = "record the sampler's own log-probability"
-            checks.add(f"{field}.logprobs[{position}]", f"must be finite and at most 0, got {value:g}; {way_out}")
+        if not LEAST_LOGPROB <= value <= 0:  # NaN too
+            limit = f"must be from {LEAST_LOGPROB:g} to 0, got {value:g}"
+            checks.add(f"{field}.logprobs[{position}]", f"{limit}; record the sampler's own log-probability")
             break
     return records.SegmentSpec(
         ids=ids, logprobs=tuple(message.logprobs), trainable=message.trainable, version=message.version
     )
-
-
-def finish_reason(number: common_pb2.FinishReason.ValueType) -> records.FinishReason:
-    """Return the reason; unspecified (refused before it matters) and unknown numbers count as aborted."""
-    names = {
-        common_pb2.FINISH_REASON_STOP: records.FinishReason.STOP,
-        common_pb2.FINISH_REASON_LENGTH: records.FinishReason.LENGTH,
-    }
-    return names.get(number, records.FinishReason.ABORTED)
 
 
 def outcome_count(checks: Checks, count: int) -> None:
@@ -221,20 +224,34 @@ def outcome(message: reward_pb2.Outcome) -> tuple[records.Outcome | None, tuple[
 
     Only what an `Outcome` cannot hold is judged here; numbers, lengths and what is stored already are the core's.
     """
+    problem = _outcome_problem(message)
+    if problem != ("", ""):
+        return None, problem
+    kind, values, detail = _said(message)
+    return records.Outcome(message.rollout_id, kind, values, detail, dict(message.components)), problem
+
+
+def _outcome_problem(message: reward_pb2.Outcome) -> tuple[str, str]:
     said = message.WhichOneof("said")
-    if not message.rollout_id:
-        return None, ("rollout_id", "must not be empty; name the rollout that the outcome speaks of")
+    if not 1 <= len(message.rollout_id) <= MAX_ROLLOUT_ID:
+        limit = f"must have 1 to {MAX_ROLLOUT_ID} characters, got {len(message.rollout_id)}"
+        return "rollout_id", f"{limit}; name the rollout that the outcome speaks of"
     if said is None:
-        return None, ("said", "must be set; send reward, turn_rewards, token_rewards, error or abstention")
-    kind, values, detail = _said(message, said)
+        return "said", "must be set; send reward, turn_rewards, token_rewards, error or abstention"
+    if said == "error" and message.error.kind not in reward_pb2.OutcomeErrorKind.values():
+        names = ", ".join(reward_pb2.OutcomeErrorKind.keys()[1:])
+        return "error.kind", f"must be one of {names}, got number {message.error.kind}; leave it unset if none fits"
     if len(message.components) > MAX_COMPONENTS:
         limit = f"must have at most {MAX_COMPONENTS} entries, got {len(message.components)}"
-        return None, ("components", f"{limit}; keep the others on your side")
-    return records.Outcome(message.rollout_id, kind, values, detail, dict(message.components)), ("", "")
+        return "components", f"{limit}; keep the others on your side"
+    longest = max(map(len, message.components), default=1)
+    if longest > MAX_LABEL_KEY:
+        return "components", f"keys must have at most {MAX_LABEL_KEY} characters, got {longest}; shorten them"
+    return "", ""
 
 
-def _said(message: reward_pb2.Outcome, said: str) -> tuple[records.OutcomeKind, tuple[float, ...], str]:
-    match said:
+def _said(message: reward_pb2.Outcome) -> tuple[records.OutcomeKind, tuple[float, ...], str]:
+    match message.WhichOneof("said"):
         case "reward":
             return records.OutcomeKind.REWARD, (message.reward,), ""
         case "turn_rewards":
@@ -253,6 +270,9 @@ def replica_hello(message: replica_pb2.Hello) -> records.ReplicaHello:
     checks = Checks()
     checks.required("hello.replica_id", message.replica_id, "draw a fresh one at each start")
     checks.required("hello.endpoint", message.endpoint, "say where PolicyReplicaService listens")
+    if message.max_model_len < 2:
+        limit = f"must be at least 2, got {message.max_model_len}"
+        checks.add("hello.max_model_len", f"{limit}; it is the largest prompt and completion together")
     checks.done()
     return records.ReplicaHello(
         replica_id=message.replica_id,

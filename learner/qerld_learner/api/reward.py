@@ -16,6 +16,8 @@ from qerld_learner.leases import LeaseQueue
 from qerld_learner.records import Answer, CheckedOutcome, Outcome, OutcomeAnswer
 
 MAX_CREDITS = 4096
+MAX_WATCHED = 4096
+"""Rollouts that one WatchReceipts may name."""
 MAX_BATCHES_IN_FLIGHT = 256
 """Outcome batches of one stream that wait for their commit; more are left in the transport."""
 
@@ -107,6 +109,11 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self, request: reward_pb2.WatchReceiptsRequest, context: Context
     ) -> AsyncIterator[reward_pb2.WatchReceiptsResponse]:
         check_run(request.run)
+        checks = Checks()
+        if len(request.rollout_ids) > MAX_WATCHED:
+            limit = f"must have at most {MAX_WATCHED} entries, got {len(request.rollout_ids)}"
+            checks.add("rollout_ids", f"{limit}; open several streams, or send none to watch the whole run")
+        checks.done()
         await self._service.learner.get_run(request.run)
         box = self._service.streams.outbox()
         box.pump(self._service.learner.watch_receipts(request.run, tuple(request.rollout_ids)))

@@ -64,6 +64,9 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         self, request: run_pb2.WatchRunRequest, context: Context
     ) -> AsyncIterator[run_pb2.WatchRunResponse]:
         check_run(request.run)
+        checks = Checks()
+        checks.number("after_step", request.after_step, "give the step of the last report that you have")
+        checks.done()
         await self._service.learner.get_run(request.run)
         after = request.after_step if request.HasField("after_step") else None
         box = self._service.streams.outbox()

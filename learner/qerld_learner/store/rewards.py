@@ -20,6 +20,7 @@ from ..records import (
     ReceiptState,
     RolloutState,
 )
+from .chunks import chunks
 from .requests import once
 from .rollouts import find_receipts
 from .schema import groups, outcomes, rollouts
@@ -73,8 +74,11 @@ _INSERT_OUTCOME = insert(outcomes)
 
 def judge_against_store(connection: Connection, run: str, said: Sequence[Outcome], now: float) -> list[Judgement]:
     """Judge outcomes against what is stored; stores nothing."""
-    ids = list({outcome.rollout_id for outcome in said})
-    known = {row["rollout_id"]: _known(row) for row in connection.execute(_KNOWN, {"ids": ids}).mappings()}
+    known = {
+        row["rollout_id"]: _known(row)
+        for ids in chunks({outcome.rollout_id for outcome in said})
+        for row in connection.execute(_KNOWN, {"ids": ids}).mappings()
+    }
     return judge_all(run, said, known, now)
 
 
@@ -157,8 +161,8 @@ def close_groups(
 ) -> None:
     """Judge sampled groups and move them on: ready, or dropped with the receipts that say why."""
     now = time.time() if now is None else now
-    query = connection.execute(_DEADLINES, {"ids": list(group_ids)})
-    deadlines = {row.group_id: row.deadline for row in query if row.state == GroupState.AWAITING_REWARDS}
+    found = (row for ids in chunks(group_ids) for row in connection.execute(_DEADLINES, {"ids": ids}))
+    deadlines = {row.group_id: row.deadline for row in found if row.state == GroupState.AWAITING_REWARDS}
     if not deadlines:
         return
     for group_id, members in members_of(connection, deadlines).items():
@@ -180,7 +184,7 @@ def close_group(
 def members_of(connection: Connection, group_ids: Iterable[str]) -> dict[str, list[Member]]:
     """Return the members of groups by group id, by index."""
     members: dict[str, list[Member]] = {}
-    for row in connection.execute(_MEMBERS, {"ids": list(group_ids)}):
+    for row in (row for ids in chunks(group_ids) for row in connection.execute(_MEMBERS, {"ids": ids})):
         kind = OutcomeKind(row.kind) if row.kind else None
         members.setdefault(row.group_id, []).append(Member(row.rollout_id, RolloutState(row.state), kind, row.reward))
     return members

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from ..records import (
     SpanRecord,
 )
 from . import rows
+from .chunks import chunks
 from .schema import groups, outcomes, rollouts
 
 # States that fill a run's buffer; a queued group waits for room in it.
@@ -169,8 +170,12 @@ def _rollouts_query() -> Select[Any]:
 
 def find_rollouts(connection: Connection, ids: Sequence[str]) -> dict[str, RolloutRecord]:
     """Return the rollouts that exist, by id."""
-    query = _rollouts_query().where(rollouts.c.rollout_id.in_(ids))
-    return {row["rollout_id"]: rows.rollout_record(row) for row in connection.execute(query).mappings()}
+    return {row["rollout_id"]: rows.rollout_record(row) for row in _rows_of(connection, ids)}
+
+
+def _rows_of(connection: Connection, ids: Sequence[str]) -> Iterator[RowMapping]:
+    for chunk in chunks(ids):
+        yield from connection.execute(_rollouts_query().where(rollouts.c.rollout_id.in_(chunk))).mappings()
 
 
 def find_rollout(connection: Connection, rollout_id: str) -> RolloutRecord:
@@ -181,10 +186,11 @@ def find_rollout(connection: Connection, rollout_id: str) -> RolloutRecord:
     return found[rollout_id]
 
 
-def find_receipts(connection: Connection, ids: Sequence[str]) -> dict[str, Receipt]:
-    """Return the receipts of the rollouts that exist, by id."""
-    query = _rollouts_query().where(rollouts.c.rollout_id.in_(ids))
-    return {row["rollout_id"]: rows.receipt(row) for row in connection.execute(query).mappings()}
+def find_receipts(connection: Connection, ids: Sequence[str], run: str | None = None) -> dict[str, Receipt]:
+    """Return the receipts of the rollouts that exist (of `run`, when one is named), by id."""
+    return {
+        row["rollout_id"]: rows.receipt(row) for row in _rows_of(connection, ids) if run is None or row["run"] == run
+    }
 
 
 def group_rollouts(connection: Connection, group_id: str) -> list[RolloutRecord]:

@@ -8,6 +8,7 @@ from sqlalchemy import Connection, insert, select, update
 
 from ..errors import ConflictError, NotFoundError, PreconditionError
 from ..records import RunRecord, RunState, VersionRecord, VersionState
+from .chunks import chunks
 from .rows import dump, run_record, version_record, version_row
 from .schema import counters, runs, versions
 
@@ -138,7 +139,10 @@ def make_live(connection: Connection, run: str, version: int) -> None:
 
 def forget_folders(connection: Connection, run: str, numbers: list[int]) -> None:
     """Say that the folders of versions are gone; called before they are deleted, never after."""
-    connection.execute(update(versions).where(versions.c.run == run, versions.c.version.in_(numbers)).values(folder=""))
+    for some in chunks(numbers):
+        connection.execute(
+            update(versions).where(versions.c.run == run, versions.c.version.in_(some)).values(folder="")
+        )
 
 
 def count_up(connection: Connection, name: str) -> int:

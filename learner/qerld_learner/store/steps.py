@@ -20,6 +20,7 @@ from ..records import (
     VersionState,
 )
 from . import rows
+from .chunks import chunks
 from .rewards import Closed, close_group, members_of, set_receipts
 from .rollouts import find_receipts
 from .runs import all_versions, find_run, newest_version, next_version_number
@@ -122,7 +123,8 @@ def _rewarded(connection: Connection, group_ids: Sequence[str]) -> list[str]:
 
 
 def _set_groups(connection: Connection, group_ids: Sequence[str], state: GroupState) -> None:
-    connection.execute(update(groups).where(groups.c.group_id.in_(group_ids)).values(state=state.value))
+    for ids in chunks(group_ids):
+        connection.execute(update(groups).where(groups.c.group_id.in_(ids)).values(state=state.value))
 
 
 def drop_stale(connection: Connection, run: str, parent: VersionRecord, max_lag: int, closed: Closed) -> None:
@@ -258,18 +260,11 @@ def roll_back(connection: Connection, abandoned: VersionRecord, closed: Closed) 
 def _revert_groups(connection: Connection, run: str, version: int, closed: Closed) -> None:
     query = select(batches.c.group_ids).where(batches.c.run == run, batches.c.version == version)
     ids = json.loads(connection.execute(query).scalar_one_or_none() or "[]")
-    if not ids:
-        return
     _set_groups(connection, ids, GroupState.REVERTED)
-    connection.execute(
-        update(rollouts)
-        .where(rollouts.c.group_id.in_(ids), rollouts.c.receipt == ReceiptState.TRAINED.value)
-        .values(receipt=ReceiptState.REVERTED.value, receipt_at=time.time())
-    )
-    reverted = select(rollouts.c.rollout_id).where(
-        rollouts.c.group_id.in_(ids), rollouts.c.receipt == ReceiptState.REVERTED.value
-    )
-    closed.receipts.extend(find_receipts(connection, list(connection.execute(reverted).scalars())).values())
+    members = [m.rollout_id for group in members_of(connection, ids).values() for m in group]
+    receipts = find_receipts(connection, members).values()
+    trained = [receipt.rollout_id for receipt in receipts if receipt.state is ReceiptState.TRAINED]
+    set_receipts(connection, dict.fromkeys(trained, ReceiptState.REVERTED), closed)
 
 
 def referenced_folders(connection: Connection) -> set[str]:

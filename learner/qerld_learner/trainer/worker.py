@@ -122,7 +122,9 @@ class Worker:
         if shape != self._shape:
             if self._shape is not None:
                 lora.detach(self._base.causal)
-            self._shape, self._masters = None, lora.attach(self._base.causal, shape)
+            # Before attaching, which may refuse the shape: the next request must not take the adapter for attached.
+            self._shape, self._masters = None, {}
+            self._masters = lora.attach(self._base.causal, shape)
             self._shape = shape
         return self._base
 

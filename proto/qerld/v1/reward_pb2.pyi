@@ -171,7 +171,7 @@ class Values(_message.Message):
     VALUES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Finite values."""
+        """Values, each from -1e6 to 1e6."""
 
     def __init__(
         self,
@@ -222,14 +222,16 @@ class Outcome(_message.Message):
     rollout_id: _builtins.str
     """Rollout that it speaks of."""
     reward: _builtins.float
-    """Reward of the whole rollout; finite."""
+    """Reward of the whole rollout, from -1e6 to 1e6: larger ones would overflow in the trainer's 32-bit numbers."""
     @_builtins.property
     def turn_rewards(self) -> Global___Values:
-        """Rewards by turn; as many as the rollout has trainable segments. Training uses their sum."""
+        """Rewards by turn; as many as the rollout has trainable segments. Training uses their sum, which has the same range."""
 
     @_builtins.property
     def token_rewards(self) -> Global___Values:
-        """Rewards by token; as many as the completion has tokens, the environment's included. Training uses their sum."""
+        """Rewards by token; as many as the completion has tokens, the environment's included. Training uses their sum, which
+        has the same range.
+        """
 
     @_builtins.property
     def error(self) -> Global___OutcomeError:
@@ -241,7 +243,9 @@ class Outcome(_message.Message):
 
     @_builtins.property
     def components(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Named parts of the reward: stored with the outcome, no part of training."""
+        """Named parts of the reward, finite; at most 64, with names of 1 to 63 characters. Stored with the outcome, no part of
+        training.
+        """
 
     def __init__(
         self,
@@ -795,7 +799,7 @@ class WatchReceiptsRequest(_message.Message):
     """Run to watch."""
     @_builtins.property
     def rollout_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Only of these rollouts; empty watches the whole run. The stream ends when all of them are final."""
+        """Only of these rollouts, at most 4096; empty watches the whole run. The stream ends when all of them are final."""
 
     def __init__(
         self,

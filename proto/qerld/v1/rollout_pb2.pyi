@@ -412,8 +412,8 @@ class Segment(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Behaviour log-probabilities, one a token; empty when not trainable. The stored rollout has 0 for such tokens, so
-        that its log-probabilities stay aligned with its completion.
+        """Behaviour log-probabilities, natural and after temperature, one a token, from -1000 to 0; empty when not trainable.
+        The stored rollout has 0 for such tokens, so that its log-probabilities stay aligned with its completion.
         """
 
     def __init__(

@@ -166,7 +166,7 @@ class LoraConfig(_message.Message):
     rank: _builtins.int
     """Rank; 0 means 16."""
     alpha: _builtins.float
-    """Scale numerator (scale = alpha / rank); 0 means 2 * rank."""
+    """Scale numerator (scale = alpha / rank), from 1e-3 to 1e5; 0 means 2 * rank."""
     @_builtins.property
     def target_modules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Linear layers, by the last part of their name; empty means q, k, v, o, gate, up and down."""
@@ -304,9 +304,9 @@ class AdaptiveNoise(_message.Message):
     schedule: Global___NoiseSchedule.ValueType
     """Schedule."""
     sigma_start: _builtins.float
-    """Sigma of the first noisy stage."""
+    """Sigma of the first noisy stage, from 1e-6 to 10."""
     sigma_end: _builtins.float
-    """Sigma of the last stage."""
+    """Sigma of the last stage, from 1e-6 to sigma_start."""
     stages: _builtins.int
     """Stages, the first without noise; 0 means 10."""
     relative: _builtins.bool
@@ -354,7 +354,7 @@ class RunConfig(_message.Message):
     groups_per_step: _builtins.int
     """Groups a training batch; 0 means 4."""
     temperature: _builtins.float
-    """Sampling temperature. Unset: 1."""
+    """Sampling temperature, from 0.01 to 2 (what vLLM samples at as it is asked to). Unset: 1."""
     max_tokens: _builtins.int
     """Most tokens of a completion; 0 means 256."""
     max_lag: _builtins.int
