@@ -122,7 +122,7 @@ async def test_a_step_through_imported_rollouts_reaches_every_watcher(api: Api, 
     """Two groups train; without a policy server the new version waits STAGED, and every rollout says TRAINED."""
     groups = await api.import_groups(run, 2)
     rollout_ids = [rollout_id for group in groups for rollout_id in group.rollout_ids]
-    watch = api.rewards.WatchReceipts(reward_pb2.WatchReceiptsRequest(run=run, rollout_ids=rollout_ids), timeout=60)
+    watch = api.rewards.WatchReceipts(reward_pb2.WatchReceiptsRequest(run=run, rollout_ids=rollout_ids), timeout=120)
     reading = asyncio.ensure_future(_receipts(watch))
     await api.submit(run, [reward(rollout_id, float(i % 2)) for i, rollout_id in enumerate(rollout_ids)])
     receipts = await reading
@@ -140,6 +140,6 @@ async def _receipts(watch: grpc.aio.UnaryStreamCall) -> list[reward_pb2.Receipt]
 
 
 async def test_watch_policy_begins_with_the_live_version(api: Api, run: str) -> None:
-    watch = api.policies.WatchPolicy(policy_pb2.WatchPolicyRequest(run=run), timeout=10)
+    watch = api.policies.WatchPolicy(policy_pb2.WatchPolicyRequest(run=run), timeout=60)
     assert (await watch.read()).version.policy.version == 0
     watch.cancel()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -107,17 +107,17 @@ async def test_another_model_cannot_attach(api: Api, hello: replica_pb2.Hello, f
     changed = replica_pb2.Hello()
     changed.CopyFrom(hello)
     setattr(changed, field, value)
-    error = await failure(api.replicas.Attach(messages(replica_pb2.AttachRequest(hello=changed)), timeout=10))
+    error = await failure(api.replicas.Attach(messages(replica_pb2.AttachRequest(hello=changed)), timeout=60))
     assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
     assert value in str(error.details())
 
 
 async def test_attach_begins_with_hello(api: Api, hello: replica_pb2.Hello) -> None:
     state = replica_pb2.AttachRequest(state=replica_pb2.ReplicaState())
-    error = await failure(api.replicas.Attach(messages(state), timeout=10))
+    error = await failure(api.replicas.Attach(messages(state), timeout=60))
     assert "Hello" in violations(error)["hello"]
     nameless = replica_pb2.AttachRequest(hello=replica_pb2.Hello(endpoint="x"))
-    assert "hello.replica_id" in violations(await failure(api.replicas.Attach(messages(nameless), timeout=10)))
+    assert "hello.replica_id" in violations(await failure(api.replicas.Attach(messages(nameless), timeout=60)))
 
 
 async def test_an_attached_server_is_listed_until_it_falls_silent(api: Api, hello: replica_pb2.Hello, run: str) -> None:
@@ -127,14 +127,18 @@ async def test_an_attached_server_is_listed_until_it_falls_silent(api: Api, hell
     assert run in {version.policy.run for version in desired.versions}
     adapters = [replica_pb2.AdapterState(policy=version.policy, serving=True) for version in desired.versions]
     state = replica_pb2.ReplicaState(adapters=adapters, generation=desired.generation, reconciled=True)
-    await call.write(replica_pb2.AttachRequest(state=state))
+
+    async def report() -> None:
+        while True:
+            await call.write(replica_pb2.AttachRequest(state=state))
+            await asyncio.sleep(0.2)
+
+    reporting = asyncio.create_task(report())
     (replica,) = await _replicas(api, lambda found: len(found) == 1 and found[0].reconciled)
     assert (replica.replica_id, replica.slots) == ("by-hand", 1024)
     assert run in {policy.run for policy in replica.loaded}
-    health = health_pb2_grpc.HealthStub(api.channel)
-    await asyncio.sleep(1.2)
-    sampling = health_pb2.HealthCheckRequest(service="qerld.v1.RolloutService")
-    assert (await health.Check(sampling)).status == SERVING
+    await _health(api, "qerld.v1.RolloutService", SERVING)
+    reporting.cancel()
     error = await _end(call)  # replica_timeout is short here
     assert error.code() is grpc.StatusCode.UNAVAILABLE
     assert retry_seconds(error) == 1.0
@@ -152,19 +156,29 @@ async def _end(call: Any) -> grpc.aio.AioRpcError:
 
 
 async def _replicas(api: Api, wanted: Any) -> list[run_pb2.Replica]:
-    for _ in range(50):
-        found = list((await api.runs.ListReplicas(run_pb2.ListReplicasRequest())).replicas)
-        if wanted(found):
-            return found
-        await asyncio.sleep(0.1)
+    async with asyncio.timeout(60):
+        while not wanted(found := await _list(api)):  # noqa: ASYNC110 - over the wire
+            await asyncio.sleep(0.1)
     return found
+
+
+async def _list(api: Api) -> list[run_pb2.Replica]:
+    return list((await api.runs.ListReplicas(run_pb2.ListReplicasRequest(), timeout=60)).replicas)
+
+
+async def _health(api: Api, service: str, wanted: Any) -> None:
+    """Wait until a service's health is as wanted: it is looked at once a second."""
+    health, request = health_pb2_grpc.HealthStub(api.channel), health_pb2.HealthCheckRequest(service=service)
+    async with asyncio.timeout(60):
+        while (await health.Check(request)).status != wanted:  # noqa: ASYNC110 - over the wire
+            await asyncio.sleep(0.1)
 
 
 # Metrics
 
 
 def scrape(port: int) -> dict[str, float]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as page:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as page:
         text = page.read().decode()
     found: dict[str, float] = {}
     for line in text.splitlines():
@@ -180,6 +194,14 @@ def total(found: dict[str, float], name: str, run: str | None = None) -> float:
     return sum(value for key, value in found.items() if re.split(r"[{ ]", key)[0] == name and label in key)
 
 
+async def scrape_until(port: int, wanted: Callable[[dict[str, float]], bool]) -> dict[str, float]:
+    """Scrape until the page is as wanted; returns it."""
+    async with asyncio.timeout(60):
+        while not wanted(page := await asyncio.to_thread(scrape, port)):  # noqa: ASYNC110 - over the wire
+            await asyncio.sleep(0.1)
+    return page
+
+
 async def test_a_trained_step_moves_the_metrics(api: Api, ports: Ports, run: str) -> None:
     rollout_ids = await api.rollout_ids(run, 6)
     await api.submit(run, [reward("nowhere", 1.0)])
@@ -188,19 +210,20 @@ async def test_a_trained_step_moves_the_metrics(api: Api, ports: Ports, run: str
     await api.rewards.SubmitRewards(
         reward_pb2.SubmitRewardsRequest(run=run, request_id=new_id(), outcomes=[reward(rollout_ids[0], 1.0)])
     )
-    watch = api.rewards.WatchReceipts(reward_pb2.WatchReceiptsRequest(run=run, rollout_ids=rollout_ids), timeout=60)
+    watch = api.rewards.WatchReceipts(reward_pb2.WatchReceiptsRequest(run=run, rollout_ids=rollout_ids), timeout=120)
     async for _ in watch:
         pass
-    await asyncio.sleep(1.2)  # gauges of the status loop
-    found = await asyncio.to_thread(scrape, ports.metrics_port)
+    # Gauges are set by the status loop, once a second.
+    found = await scrape_until(
+        ports.metrics_port,
+        lambda page: f'qerld_live_version{{run="{run}"}}' in page and not total(page, "qerld_replicas"),
+    )
     assert total(found, "qerld_outcomes_total", run) == 8
     assert found[f'qerld_outcomes_total{{answer="accepted",run="{run}"}}'] == 6
     assert found[f'qerld_groups_total{{how="dropped_zero_variance",run="{run}"}}'] == 1
     assert total(found, "qerld_store_mutations_total") > 0
     assert total(found, "qerld_store_commit_seconds_count") > 0
     assert total(found, "qerld_buffer_capacity_groups", run) > 0
-    assert f'qerld_live_version{{run="{run}"}}' in found
-    assert total(found, "qerld_replicas") == 0
     handled = (
         'grpc_server_handled_total{grpc_code="OK",grpc_method="SubmitRewards",grpc_service="qerld.v1.RewardService"}'
     )
@@ -209,21 +232,20 @@ async def test_a_trained_step_moves_the_metrics(api: Api, ports: Ports, run: str
 
 
 async def test_codes_are_counted(api: Api, ports: Ports) -> None:
-    def count(code: str, method: str) -> float:
-        name = (
-            f'grpc_server_handled_total{{grpc_code="{code}",grpc_method="{method}",grpc_service="qerld.v1.RunService"}}'
-        )
-        return scrape(ports.metrics_port).get(name, 0.0)
+    def series(code: str, method: str, service: str) -> str:
+        labels = f'grpc_code="{code}",grpc_method="{method}",grpc_service="qerld.v1.{service}"'
+        return f"grpc_server_handled_total{{{labels}}}"
 
-    before = await asyncio.to_thread(count, "NOT_FOUND", "GetRun")
+    unknown = series("NOT_FOUND", "GetRun", "RunService")
+    before = (await asyncio.to_thread(scrape, ports.metrics_port)).get(unknown, 0.0)
     await failure(api.runs.GetRun(run_pb2.GetRunRequest(run="nobody")))
-    assert await asyncio.to_thread(count, "NOT_FOUND", "GetRun") == before + 1
-    watch = api.runs.WatchRun(run_pb2.WatchRunRequest(run=await api.new_run()))
-    await asyncio.sleep(0.2)
-    cancelled = await asyncio.to_thread(count, "CANCELLED", "WatchRun")
+    assert (await asyncio.to_thread(scrape, ports.metrics_port))[unknown] == before + 1
+    watch = api.policies.WatchPolicy(policy_pb2.WatchPolicyRequest(run=await api.new_run()))
+    assert (await watch.read()).version.policy.version == 0
+    cancelled = series("CANCELLED", "WatchPolicy", "PolicyService")
+    before = (await asyncio.to_thread(scrape, ports.metrics_port)).get(cancelled, 0.0)
     watch.cancel()
-    await asyncio.sleep(0.3)
-    assert await asyncio.to_thread(count, "CANCELLED", "WatchRun") == cancelled + 1
+    await scrape_until(ports.metrics_port, lambda page: page.get(cancelled, 0.0) >= before + 1)
 
 
 def test_run_labels_are_bounded() -> None:
@@ -291,9 +313,9 @@ async def test_a_stop_is_graceful(tiny_model: tuple[Path, Path], tmp_path: Path)
         api = Api(channel)
         run = await api.new_run()
         (group,) = await api.import_groups(run, 1)
-        watch = asyncio.ensure_future(failure(api.runs.WatchRun(run_pb2.WatchRunRequest(run=run))))
-        await asyncio.sleep(0.2)
-    error = await watch
+        watch = api.policies.WatchPolicy(policy_pb2.WatchPolicyRequest(run=run))
+        assert (await watch.read()).version.policy.version == 0
+    error = await _end(watch)
     assert error.code() is grpc.StatusCode.UNAVAILABLE
     assert retry_seconds(error) == 1.0
     await channel.close()

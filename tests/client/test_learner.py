@@ -91,7 +91,7 @@ async def test_rewards_train_and_receipts_say_so(client: AsyncClient) -> None:
     checked = await client.check_rewards(name, rewards)
     assert [item.advantage > 0 for item in checked] == [False, True, False, True]
     await client.submit_rewards(name, rewards)
-    receipts = [receipt async for receipt in client.watch_receipts(name, rollout_ids, timeout=60)]
+    receipts = [receipt async for receipt in client.watch_receipts(name, rollout_ids, timeout=120)]
     assert {receipt.rollout_id for receipt in receipts} == set(rollout_ids)
     assert {receipt.state for receipt in receipts} == {ReceiptState.RECEIPT_STATE_TRAINED}
     assert (await client.get_receipt(rollout_ids[0])).step == 1
@@ -120,7 +120,7 @@ async def test_the_async_worker_stops_when_told(client: AsyncClient) -> None:
     name = await new_run(client)
     stop = asyncio.Event()
     asyncio.get_running_loop().call_later(0.3, stop.set)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         state = await client.stream_rewards(name, lambda rollout: 1.0, stop=stop)
     assert state.answered == 0
 
@@ -139,7 +139,7 @@ async def test_the_sync_client_does_the_same(client: AsyncClient, learner_target
             state = sync.stream_rewards(name, lambda rollout: float(rollout.index), credits=2, threads=2, limit=4)
             assert state.accepted == 4
             rest = [rollout_id for group in groups[1:] for rollout_id in group.rollout_ids]
-            with sync.watch_receipts(name, rest, timeout=60) as receipts:
+            with sync.watch_receipts(name, rest, timeout=120) as receipts:
                 assert {receipt.state for receipt in receipts} == {ReceiptState.RECEIPT_STATE_TRAINED}
             assert len(list(sync.list_groups(name))) == 3
             assert sync.download_adapter(name, tmp_path).is_dir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
@@ -29,13 +30,13 @@ def new_id() -> str:
     return uuid.uuid4().hex
 
 
-async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 60.0) -> None:
+async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 120.0) -> None:
     """Wait until a condition holds, looking fifty times a second."""
-    for _ in range(int(seconds * 50)):
-        if await condition():
-            return
+    end = time.monotonic() + seconds
+    while not await condition():
+        if time.monotonic() > end:
+            raise AssertionError(f"not within {seconds:g} s")
         await asyncio.sleep(0.02)
-    raise AssertionError(f"not within {seconds:g} s")
 
 
 def small_config(**changes: object) -> RunConfig:

@@ -103,7 +103,7 @@ async def train(learner: Learner, run: str, steps: int) -> list[StepReport]:
     reports: list[StepReport] = []
     feeder = asyncio.create_task(feed())
     try:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(240):
             async for report in learner.watch_reports(run, 0):
                 reports.append(report)
                 if len(reports) == steps:
@@ -166,7 +166,7 @@ async def test_the_trainer_agrees_with_the_noisy_server_on_several_turns(loop: L
     async def step(trajectories: list[TrajectorySpec], number: int) -> StepReport:
         group = await learner.import_group(run, new_id(), "h", prompt(2), trajectories)
         await learner.submit_outcomes(run, new_id(), "h", [reward(i, n) for n, i in enumerate(group.rollout_ids)])
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             return await anext(learner.watch_reports(run, number - 1))
 
     async with loop.policy():
@@ -242,15 +242,17 @@ async def test_rollouts_wait_for_a_server_and_go_on_with_the_next_one(loop: Loop
     async def sampling() -> bool:
         return any(info.in_flight for info in learner.replicas())
 
+    async def said() -> bool:
+        (status,) = await learner.statuses()
+        return "policy server" in status.waiting_for
+
     waiting = asyncio.create_task(_all(learner, run, long))
-    await asyncio.sleep(0.3)
-    (status,) = await learner.statuses()
-    assert "policy server" in status.waiting_for
+    await until(said)
     async with loop.policy():
         await until(sampling)
         # The server leaves in the middle of the rollouts: its drain of a second is too short for them, or just enough.
     async with loop.policy():
-        rollouts = await asyncio.wait_for(waiting, 60)
+        rollouts = await asyncio.wait_for(waiting, 120)
     assert [len(r.completion_ids) > 0 for r in rollouts] == [True] * 4
     assert all(r.finish_reason is not None for r in rollouts)
 
@@ -264,21 +266,22 @@ async def test_a_killed_trainer_costs_nothing(loop: Loop) -> None:
     learner = loop.learner
     run = await new_run(learner, max_steps=2)
 
-    async def kill() -> int:
-        kills = 0
-        while kills < 2:
+    killed: list[int] = []
+
+    async def kill() -> None:
+        while len(killed) < 2:
             groups, _ = await learner.list_groups(run, None, 0, "")
-            if learner.trainer_pid and any(group.state == "batched" for group in groups):
-                os.kill(learner.trainer_pid, signal.SIGKILL)
-                kills += 1
-                await asyncio.sleep(1.0)
+            pid = learner.trainer_pid
+            if pid is not None and pid not in killed and any(group.state == "batched" for group in groups):
+                os.kill(pid, signal.SIGKILL)
+                killed.append(pid)
             await asyncio.sleep(0.005)
-        return kills
 
     async with loop.policy():
         killer = asyncio.create_task(kill())
         reports = await train(learner, run, 2)
         killer.cancel()
+    assert killed
     assert [report.step for report in reports] == [1, 2]
     counts = [group.state for group in (await learner.list_groups(run, None, 0, ""))[0]]
     assert counts.count("trained") == 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from qerld_learner.errors import (
     PreconditionError,
     RetryLaterError,
 )
+from qerld_learner.loop import RunLoop
 from qerld_learner.records import (
     Answer,
     FinishReason,
@@ -30,6 +32,8 @@ from qerld_learner.records import (
     TrajectorySpec,
     VersionState,
 )
+from qerld_learner.store import schema
+from sqlalchemy import update
 
 from .conftest import (
     imported,
@@ -155,14 +159,22 @@ async def test_groups_without_signal_are_dropped_and_counted(learner: Learner) -
 
 async def test_a_deadline_closes_a_group_with_what_it_has(learner: Learner) -> None:
     run = await new_run(learner)
-    enough, short = [await imported(learner, run, reward_deadline=0.3) for _ in range(2)]
+    enough, short = [await imported(learner, run, reward_deadline=500.0) for _ in range(2)]
+    rollout = await learner.get_rollout(short.rollout_ids[0])
+    assert rollout.finished_at is not None
+    assert rollout.reward_deadline is not None
+    assert rollout.reward_deadline - rollout.finished_at == pytest.approx(500.0, abs=10)
     outcomes = [
         reward(enough.rollout_ids[0], 1.0),
         reward(enough.rollout_ids[1], 0.0),
         reward(short.rollout_ids[0], 1.0),
     ]
     await learner.submit_outcomes(run, new_id(), "h", outcomes)
-    async with asyncio.timeout(10):
+    # The deadline comes when the outcomes are in, however slow this machine is.
+    await learner._shared.store.write(
+        lambda c: c.execute(update(schema.groups).where(schema.groups.c.run == run).values(deadline=time.time()))
+    )
+    async with asyncio.timeout(60):
         async for receipt in learner.watch_receipts(run, short.rollout_ids):
             assert receipt.state is ReceiptState.DROPPED_EXPIRED
     assert await group_state(learner, run, enough.group_id) is GroupState.READY
@@ -184,7 +196,7 @@ async def test_pause_and_resume(learner: Learner) -> None:
         await imported(learner, run)
     with pytest.raises(PreconditionError, match="lunch"):
         await anext(learner.sample(run, new_id(), "h", prompt()))
-    await asyncio.sleep(0.3)
+    assert not await RunLoop(learner._shared, run)._turn()
     assert await group_state(learner, run, groups[0].group_id) is GroupState.READY
     await learner.resume_run(run, new_id(), "h")
     await until_staged(learner, run)
@@ -257,19 +269,22 @@ async def test_a_rank_beyond_an_attached_server_is_refused(learner: Learner) -> 
 async def test_a_caller_that_leaves_while_its_group_is_stored_still_has_it_sampled(learner: Learner) -> None:
     run = await new_run(learner)
     started, gate = threading.Event(), threading.Event()
-    blocked = asyncio.create_task(learner._shared.store.write(lambda _connection: (started.set(), gate.wait(30))))
-    await asyncio.to_thread(started.wait, 10)
+    blocked = asyncio.create_task(learner._shared.store.write(lambda _connection: (started.set(), gate.wait(120))))
+    assert await asyncio.to_thread(started.wait, 60)
 
     async def call() -> None:
         async for _ in learner.sample(run, new_id(), "h", prompt()):
             pass
 
+    async def admitted() -> bool:
+        # The group has its place; only writing it is left. (That the writer has work says nothing: loops write, too.)
+        return learner._shared.runs[run].buffer.filled == 1
+
     caller = asyncio.create_task(call())
-    while not (queue := learner._shared.store._writer._queue).qsize():  # noqa: ASYNC110 - a thread's queue
-        await asyncio.sleep(0.01)
+    await until(admitted)
     caller.cancel()
     await asyncio.gather(caller, return_exceptions=True)
-    assert queue.qsize() == 1  # the group waits behind the gate
+    assert (await learner.list_groups(run, None, 0, ""))[0] == []  # the group waits behind the gate
     gate.set()
     await blocked
 
@@ -277,7 +292,7 @@ async def test_a_caller_that_leaves_while_its_group_is_stored_still_has_it_sampl
         found, _ = await learner.list_groups(run, None, 0, "")
         return len(found) == 1 and learner._sampler.feed(found[0].group_id) is not None
 
-    await until(sampled, 10)
+    await until(sampled)
 
 
 async def test_leases_go_to_workers_with_credits_and_come_back(learner: Learner) -> None:
@@ -285,15 +300,15 @@ async def test_leases_go_to_workers_with_credits_and_come_back(learner: Learner)
     group = await imported(learner, run)
     first = learner.lease_rollouts(run, "first")
     first.add_credits(3)
-    leased = [(await asyncio.wait_for(anext(first), 5)).rollout.rollout_id for _ in range(3)]
+    leased = [(await asyncio.wait_for(anext(first), 60)).rollout.rollout_id for _ in range(3)]
     assert leased == list(group.rollout_ids[:3])
     await learner.submit_outcomes(run, new_id(), "h", [reward(leased[0], 1.0)])
     second = learner.lease_rollouts(run, "second", lease=0.2)
     second.add_credits(4)
-    rest = (await asyncio.wait_for(anext(second), 5)).rollout.rollout_id
+    rest = (await asyncio.wait_for(anext(second), 60)).rollout.rollout_id
     assert rest == group.rollout_ids[3]
     first.close()
-    back = {(await asyncio.wait_for(anext(second), 5)).rollout.rollout_id for _ in range(3)}
+    back = {(await asyncio.wait_for(anext(second), 60)).rollout.rollout_id for _ in range(3)}
     assert back <= {*leased[1:], rest}  # the first worker's, and the second's own lease that ran out
     second.close()
 
@@ -305,7 +320,11 @@ async def test_a_restart_finds_everything_again(tiny_model: tuple[Path, Path], t
     group = await imported(learner, run)
     await learner.submit_outcomes(run, new_id(), "h", [reward(group.rollout_ids[0], 1.0)])
     queued = await learner.submit_prompts(run, new_id(), "h", [prompt()])
-    await asyncio.sleep(0.2)
+
+    async def admitted() -> bool:
+        return await group_state(learner, run, queued[0]) is GroupState.SAMPLING
+
+    await until(admitted)
     await learner.close()
     stray = tmp_path / "versions" / run / "00000099"
     stray.mkdir()
@@ -334,5 +353,5 @@ async def test_trajectory_helper_is_a_rollout_like_any_other(learner: Learner) -
 async def test_closing_at_once_does_not_hang(tiny_model: tuple[Path, Path], tmp_path: Path) -> None:
     """The trainer is in the first moments of its start then."""
     learner = await Learner.open(options_for(tmp_path, tiny_model[1]))
-    await asyncio.wait_for(learner.close(), 60)
+    await asyncio.wait_for(learner.close(), 120)
     assert learner.trainer_pid is None

@@ -22,6 +22,7 @@ from support.peer_learner import PeerLearner
 from support.policy import (
     SLOTS,
     WEIGHTS,
+    begin,
     collect,
     failed,
     reconciled,
@@ -104,8 +105,7 @@ async def test_hot_swap_leaves_running_requests_alone_and_drains_the_old_version
     await peer.report(reconciled)
     undisturbed = await collect(stub, long)
 
-    running = asyncio.create_task(collect(stub, long))
-    await asyncio.sleep(0.1)
+    running = await begin(stub, long)
     await peer.desire("p", 2, make_adapter(tmp_path / "b", 2, 0.5), sigma=0.05)
     await peer.drop("p", 1)
     new = await peer.report(lambda r: any(a.policy.version == 2 and a.serving for a in r.adapters))
@@ -233,7 +233,8 @@ async def test_serving_goes_on_while_the_learner_is_away(
         async with grpc.aio.insecure_channel(policy.hello.endpoint) as channel:
             stub = replica_pb2_grpc.PolicyReplicaServiceStub(channel)
             assert (await collect(stub, request(1)))[0][0]
-        await asyncio.sleep(1)
+        while sample(await scrape(policy), "qerld_policy_attached"):  # noqa: ASYNC110 - over the wire
+            await asyncio.sleep(0.05)
         peer.reports.clear()
         async with peer.serving(port):
             await peer.attached(2)

@@ -18,7 +18,7 @@ import psutil
 import pytest
 from qerld.v1 import replica_pb2_grpc
 from support.peer_learner import PeerLearner
-from support.policy import collect, reconciled, request
+from support.policy import begin, reconciled, request
 from support.tiny import make_adapter
 
 pytestmark = pytest.mark.engine
@@ -66,13 +66,12 @@ async def test_sigterm_lets_a_running_request_end(tiny_model: tuple[Path, Path],
         await peer.report(reconciled)
         async with grpc.aio.insecure_channel(f"127.0.0.1:{ports['port']}") as channel:
             stub = replica_pb2_grpc.PolicyReplicaServiceStub(channel)
-            call = asyncio.create_task(collect(stub, request(1, count=8, max_tokens=200)))
-            await asyncio.sleep(0.3)
+            call = await begin(stub, request(1, count=8, max_tokens=200))
             assert not call.done()
             child.send_signal(signal.SIGTERM)
             completions = await call
         assert all(ids for ids, _ in completions)
-        assert await asyncio.wait_for(child.wait(), 30) == 0, log.read_text()
+        assert await asyncio.wait_for(child.wait(), 120) == 0, log.read_text()
         assert "Exception ignored" not in log.read_text()
 
 
@@ -84,12 +83,11 @@ async def test_the_death_of_the_engine_ends_the_process(tiny_model: tuple[Path, 
         cores = [p for p in psutil.Process(child.pid).children(recursive=True) if p.memory_info().rss > 200 << 20]
         async with grpc.aio.insecure_channel(f"127.0.0.1:{ports['port']}") as channel:
             stub = replica_pb2_grpc.PolicyReplicaServiceStub(channel)
-            call = asyncio.create_task(collect(stub, request(1, count=8, max_tokens=240)))
-            await asyncio.sleep(0.2)
+            call = await begin(stub, request(1, count=8, max_tokens=240))
             for core in cores:
                 core.kill()
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await call
             assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
-        assert await asyncio.wait_for(child.wait(), 20) == 1
+        assert await asyncio.wait_for(child.wait(), 120) == 1
         assert "ending: vLLM's engine process has died" in log.read_text()

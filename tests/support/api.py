@@ -45,7 +45,7 @@ class Api:
         lora = run_pb2.LoraConfig(rank=4)
         wanted = {"lora": lora, "group_size": 2, "groups_per_step": 2, "max_tokens": 8, **config}
         request = run_pb2.CreateRunRequest(run=name, request_id=new_id(), config=run_pb2.RunConfig(**wanted))
-        await self.runs.CreateRun(request, timeout=120)
+        await self.runs.CreateRun(request, timeout=240)
         return name
 
     async def import_groups(self, run: str, count: int, size: int = 2) -> list[rollout_pb2.ImportedGroup]:
@@ -63,7 +63,7 @@ class Api:
         self, run: str, outcomes: Sequence[reward_pb2.Outcome], request_id: str | None = None
     ) -> list[reward_pb2.OutcomeAnswer]:
         request = reward_pb2.SubmitRewardsRequest(run=run, request_id=request_id or new_id(), outcomes=outcomes)
-        return list((await self.rewards.SubmitRewards(request, timeout=30)).answers)
+        return list((await self.rewards.SubmitRewards(request, timeout=60)).answers)
 
 
 def import_request(run: str, size: int = 2, request_id: str | None = None) -> rollout_pb2.ImportTrajectoriesRequest:

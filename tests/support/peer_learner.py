@@ -62,7 +62,7 @@ class PeerLearner:
         del self._versions[run, version]
         await self._announce()
 
-    async def report(self, when: Callable[[replica_pb2.ReplicaState], bool], seconds: float = 30) -> Any:
+    async def report(self, when: Callable[[replica_pb2.ReplicaState], bool], seconds: float = 120) -> Any:
         """The first report of the newest desired state for which `when` holds."""
 
         def found() -> bool:
@@ -72,7 +72,7 @@ class PeerLearner:
             await self._changed.wait_for(found)
             return self.reports[-1]
 
-    async def attached(self, count: int = 1, seconds: float = 30) -> None:
+    async def attached(self, count: int = 1, seconds: float = 120) -> None:
         """Wait until `count` hellos have come."""
         async with asyncio.timeout(seconds), self._changed:
             await self._changed.wait_for(lambda: len(self.hellos) >= count)

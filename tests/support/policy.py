@@ -48,12 +48,26 @@ def request(version: int, *, run: str = "p", count: int = 1, max_tokens: int = 1
     )
 
 
-async def collect(stub: Any, wanted: Any) -> list[tuple[list[int], list[float]]]:
+Completions = list[tuple[list[int], list[float]]]
+
+
+async def begin(stub: Any, wanted: Any) -> asyncio.Task[Completions]:
+    """Start to collect; returns when the first tokens have come, or the call has ended without any."""
+    first = asyncio.Event()
+    running = asyncio.create_task(collect(stub, wanted, first))
+    running.add_done_callback(lambda _: first.set())
+    await first.wait()
+    return running
+
+
+async def collect(stub: Any, wanted: Any, first: asyncio.Event | None = None) -> Completions:
     """Ids and log-probabilities of each completion; checks that each ends once, with a reason."""
     ids: list[list[int]] = [[] for _ in range(wanted.count)]
     logprobs: list[list[float]] = [[] for _ in range(wanted.count)]
     finished = [0] * wanted.count
-    async for part in stub.Generate(wanted, timeout=60):
+    async for part in stub.Generate(wanted, timeout=120):
+        if first is not None:
+            first.set()
         ids[part.index] += part.tokens.ids
         logprobs[part.index] += part.logprobs
         finished[part.index] += part.finish_reason != common_pb2.FINISH_REASON_UNSPECIFIED
@@ -67,7 +81,7 @@ async def score(stub: Any, version: int, completions: list[list[int]], run: str 
         for ids in completions
     ]
     wanted = replica_pb2.ScoreRequest(policy=common_pb2.Policy(run=run, version=version), items=items)
-    return [list(item.logprobs) for item in (await stub.Score(wanted, timeout=60)).items]
+    return [list(item.logprobs) for item in (await stub.Score(wanted, timeout=120)).items]
 
 
 def reconciled(report: replica_pb2.ReplicaState) -> bool:
@@ -99,7 +113,7 @@ def sample(text: str, series: str) -> float:
     return float(values.get(series, 0))
 
 
-async def until(condition: Callable[[], bool], seconds: float = 10) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
     """Wait for something that sends no event."""
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110
