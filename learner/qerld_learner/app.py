@@ -13,13 +13,14 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from qerld_kernels.exclusive import FolderError, PortError, require_free_port
+from qerld_kernels.exclusive import FolderError, PortError, require_free_port, require_unheld
 
 from qerld_learner.api.server import running_server
 from qerld_learner.core import Learner
 from qerld_learner.errors import LearnerError, ModelFolderError, StoreError
 from qerld_learner.metrics import LearnerMetrics, metrics_server
 from qerld_learner.settings import LearnerSettings
+from qerld_learner.store import LOCK_NAME
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,8 @@ async def running_learner(settings: LearnerSettings) -> AsyncIterator[Ports]:
         StoreError: The store's database cannot be used.
         PortError: A port is taken.
     """
+    # Before the model is read, which takes half a minute for a large one.
+    require_unheld(settings.state_dir, "state_dir", LOCK_NAME)
     require_free_port("port", settings.host, settings.port)
     require_free_port("metrics_port", settings.host, settings.metrics_port)
     metrics = LearnerMetrics()

@@ -12,6 +12,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, PlatformCollector, ProcessCollector
 from prometheus_client.exposition import start_http_server
+from qerld_kernels.exclusive import port_error
 
 from qerld_learner.observer import Observer
 from qerld_learner.records import GroupState, StepReport
@@ -187,10 +188,13 @@ def metrics_server(metrics: LearnerMetrics, address: str, port: int) -> Iterator
     """Serve /metrics over HTTP in a thread; yields the port (0 picks a free one).
 
     Raises:
-        OSError: The port is taken.
+        PortError: The address is taken or not of this machine.
     """
     server: Any
-    server, thread = start_http_server(port, addr=address, registry=metrics.registry)
+    try:
+        server, thread = start_http_server(port, addr=address, registry=metrics.registry)
+    except OSError as error:
+        raise port_error("metrics_port", address, port, error) from error
     try:
         yield int(server.server_port)
     finally:

@@ -125,6 +125,7 @@ class LearnerSettings(BaseSettings):
 def _parser(fields: Mapping[str, Any]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="qerld learner",
+        usage="qerld learner --model FOLDER [--SETTING VALUE ...]",
         description="Run the learner: the gRPC API, the store, the control loop of each run and the trainer process. "
         "It serves until SIGTERM or Ctrl-C; what was acknowledged is durable and the next start goes on with it.",
         epilog=f"Every flag can also come from the environment ({ENV_PREFIX}…) or the TOML file; flags win.",

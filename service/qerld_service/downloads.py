@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import hashlib
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterable
@@ -15,6 +13,7 @@ from urllib.parse import quote
 
 import grpc
 from qerld.v1 import common_pb2, policy_pb2, policy_pb2_grpc
+from qerld_kernels.exclusive import FolderLock
 
 from qerld_service.desired import DesiredAdapter
 
@@ -28,24 +27,19 @@ class DownloadError(RuntimeError):
     """The files could not be had, or are not what the learner announced; another try may help."""
 
 
-class FolderInUseError(RuntimeError):
-    """Another policy server works in this cache folder."""
-
-
 class AdapterFolders:
     """Folders under `root`, one for each version and content; held by one process at a time.
 
     Raises:
-        FolderInUseError: another process holds `root`.
+        FolderError: another process holds `root`, or it cannot be made.
     """
 
     def __init__(self, root: Path, deadline: float, on_bytes: Callable[[int], None]) -> None:
-        root.mkdir(parents=True, exist_ok=True)
         self._root, self._deadline, self._on_bytes = root, deadline, on_bytes
-        self._lock = _locked(root / ".lock")
+        self._lock = FolderLock(root, "cache_dir", "qerld policy")
 
     def close(self) -> None:
-        os.close(self._lock)
+        self._lock.release()
 
     def path(self, adapter: DesiredAdapter) -> Path:
         """Folder of a version; the run's name is escaped, it comes over the network."""
@@ -143,15 +137,3 @@ def _append(file: BinaryIO, chunk: policy_pb2.DownloadAdapterResponse, name: str
     if chunk.offset != file.tell():
         raise DownloadError(f"{name}: chunk offset must be {file.tell()}, got {chunk.offset}")
     file.write(chunk.data)
-
-
-def _locked(path: Path) -> int:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise FolderInUseError(
-            f"cache_dir: {path.parent} is in use by another policy server; give each its own"
-        ) from error
-    return descriptor

@@ -9,6 +9,7 @@ from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 from prometheus_client.metrics_core import Metric
+from qerld_kernels.exclusive import port_error
 
 _SWAP_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _CALL_BUCKETS = (0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -97,10 +98,13 @@ def serving_metrics(metrics: PolicyMetrics, host: str, port: int) -> Iterator[in
     """Serve /metrics over HTTP from a thread; yields the port.
 
     Raises:
-        OSError: the port is taken.
+        PortError: the port is taken.
     """
     exposition: Any = _Exposition(metrics.registry)
-    server, thread = start_http_server(port, addr=host, registry=exposition)
+    try:
+        server, thread = start_http_server(port, addr=host, registry=exposition)
+    except OSError as error:
+        raise port_error("metrics_port", host, port, error) from error
     try:
         yield server.server_port
     finally:

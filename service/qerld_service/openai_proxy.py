@@ -20,6 +20,7 @@ import jinja2
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from qerld_kernels.exclusive import port_error
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from transformers import PreTrainedTokenizerFast
@@ -212,11 +213,14 @@ class LoopbackServer:
     """Serves an app on loopback, in the running event loop.
 
     Raises:
-        OSError: the port is taken.
+        PortError: the port is taken.
     """
 
     def __init__(self, app: FastAPI, port: int, drain_seconds: float) -> None:
-        self._listener = socket.create_server((HOST, port))
+        try:
+            self._listener = socket.create_server((HOST, port))
+        except OSError as error:
+            raise port_error("openai_port", HOST, port, error) from error
         self.port: int = self._listener.getsockname()[1]
         config = uvicorn.Config(
             app,

@@ -29,16 +29,17 @@ import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from qerld.v1 import policy_pb2_grpc, replica_pb2, replica_pb2_grpc
 from qerld_kernels.errors import CheckpointError
+from qerld_kernels.exclusive import FolderError, PortError, port_error, require_free_port
 from qerld_kernels.fingerprint import base_fingerprint, chat_template_fingerprint, tokenizer_fingerprint
 from qerld_kernels.model_folder import open_model
 from transformers import PreTrainedTokenizerFast
 
 from qerld_service import flags
 from qerld_service.attachment import MESSAGE_BYTES, Attachment, learner_channel
-from qerld_service.downloads import AdapterFolders, FolderInUseError
-from qerld_service.engine import EngineConfig, EngineDiedError, PolicyEngine
+from qerld_service.downloads import AdapterFolders
+from qerld_service.engine import EngineConfig, EngineDiedError, EngineSettingsError, PolicyEngine
 from qerld_service.metrics import PolicyMetrics, serving_metrics
-from qerld_service.openai_proxy import LoopbackServer, OpenAIProxy, create_app
+from qerld_service.openai_proxy import HOST, LoopbackServer, OpenAIProxy, create_app
 from qerld_service.reconciler import Reconciler
 from qerld_service.serve import write_json
 from qerld_service.servicer import PolicyReplicaServicer
@@ -77,14 +78,19 @@ async def running_policy(settings: PolicySettings, engine: PolicyEngine | None =
 
     Raises:
         CheckpointError: the model folder cannot be served.
-        FolderInUseError: another server works in `cache_dir`.
-        OSError, RuntimeError: a port is taken, or vLLM did not start.
+        FolderError: another server works in `cache_dir`, or it cannot be made.
+        PortError: a port is taken.
+        EngineSettingsError: vLLM refuses the model or a setting.
+        RuntimeError: vLLM did not start.
     """
     await asyncio.to_thread(check_model, settings.model)
     metrics = PolicyMetrics()
     async with contextlib.AsyncExitStack() as stack:
         folders = AdapterFolders(settings.cache_dir, settings.download_seconds, metrics.download_bytes.inc)
         stack.callback(folders.close)
+        # Before the engine starts, which takes a minute or two.
+        for name, host in (("port", settings.host), ("openai_port", HOST), ("metrics_port", settings.host)):
+            require_free_port(name, host, getattr(settings, name))
         metrics_port = stack.enter_context(serving_metrics(metrics, settings.host, settings.metrics_port))
         if engine is None:
             engine = await PolicyEngine.start(engine_config(settings))
@@ -175,7 +181,7 @@ def hello_of(settings: PolicySettings, engine: PolicyEngine, port: int) -> repli
 async def start_grpc(
     settings: PolicySettings, servicer: PolicyReplicaServicer, health_servicer: health.aio.HealthServicer
 ) -> tuple[grpc.aio.Server, int]:
-    """Start the gRPC server; returns it and its port. RuntimeError when the port is taken."""
+    """Start the gRPC server; returns it and its port. Raises PortError when the port is taken."""
     server = grpc.aio.server(
         options=[
             ("grpc.max_receive_message_length", MESSAGE_BYTES),
@@ -188,7 +194,10 @@ async def start_grpc(
     )
     replica_pb2_grpc.add_PolicyReplicaServiceServicer_to_server(servicer, server)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    port = server.add_insecure_port(f"{settings.host}:{settings.port}")
+    try:
+        port = server.add_insecure_port(f"{settings.host}:{settings.port}")
+    except RuntimeError as error:
+        raise port_error("port", settings.host, settings.port, error) from error
     await health_servicer.set("started", health_pb2.HealthCheckResponse.SERVING)
     await server.start()
     return server, port
@@ -285,6 +294,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="qerld policy",
         description="Start a policy server: vLLM with one adapter slot a version. It attaches itself to the learner.",
+        usage="qerld policy --model FOLDER [--SETTING VALUE ...]",
     )
     flags.add_flags(parser, PolicySettings)
     settings = flags.parsed(PolicySettings, parser, sys.argv[1:] if argv is None else argv)
@@ -294,7 +304,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CheckpointError as error:
         sys.stderr.write(f"qerld policy: model: {error}\n")
         return USAGE_ERROR
-    except (FolderInUseError, OSError, RuntimeError) as error:
+    except (FolderError, PortError, EngineSettingsError) as error:  # a restart mends none of these
+        sys.stderr.write(f"qerld policy: {error}\n")
+        return USAGE_ERROR
+    except (OSError, RuntimeError) as error:
         log.critical("cannot start: %s", error, exc_info=error)
         return 1
 

@@ -15,11 +15,31 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+from qerld_kernels.exclusive import FolderError, FolderLock, PortError, require_free_port
 
 from qerld_service import flags
-from qerld_service.supervise import ChildGaveUpError, ChildSpec, RestartPolicy, Supervisor
+from qerld_service.supervise import USAGE_ERROR, ChildGaveUpError, ChildSpec, RestartPolicy, Supervisor
+
+LOOPBACK = "127.0.0.1"
+# Settings of the roles that follow from those of serve, and which.
+DERIVED = {
+    "learner": {
+        "model": "model",
+        "host": "host",
+        "port": "port",
+        "metrics_port": "learner_metrics_port",
+        "ready_file": "ready_file",
+    },
+    "policy": {
+        "model": "model",
+        "learner": "host and port",
+        "openai_port": "openai_port",
+        "metrics_port": "policy_metrics_port",
+        "ready_file": "ready_file",
+    },
+}
 
 
 class ServeSettings(BaseSettings):
@@ -60,13 +80,23 @@ class ServeSettings(BaseSettings):
         description="Further settings of the policy server (`qerld config policy`); repeatable.",
     )
 
+    @field_validator("learner", "policy")
+    @classmethod
+    def _not_derived(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        derived = DERIVED[str(info.field_name)]
+        named = {name.replace("-", "_"): given for name, given in value.items()}
+        for name in sorted(named.keys() & derived.keys()):
+            raise ValueError(f"{name}: follows from serve's own {derived[name]}; set that instead")
+        return named
+
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="qerld serve",
         description="Start learner and policy server on this machine. A child that dies is started again; after "
-        "repeated quick deaths the command ends with status 1 and the end of that child's log. SIGTERM or Ctrl-C stops "
-        "all.",
+        "repeated quick deaths the command ends with status 1 and the end of that child's log, and at once with status "
+        "2 when no restart can help. SIGTERM or Ctrl-C stops all.",
+        usage="qerld serve --model FOLDER [--SETTING VALUE ...]",
     )
     flags.add_flags(parser, ServeSettings)
     settings = flags.parsed(ServeSettings, parser, argv)
@@ -76,11 +106,26 @@ def main(argv: Sequence[str]) -> int:
             "`qerld doctor --model FOLDER` checks one)"
         )
     try:
-        asyncio.run(serve(settings))
+        # In this order: the folder says who holds it, and that one holds the ports, too.
+        with FolderLock(settings.state_dir, "state_dir", "qerld serve"):
+            require_free_ports(settings)
+            asyncio.run(serve(settings))
+    except (FolderError, PortError) as error:
+        sys.stderr.write(f"qerld serve: {error}\n")
+        return USAGE_ERROR
     except ChildGaveUpError as error:
         sys.stderr.write(f"qerld serve: {error}\n")
-        return 1
+        return USAGE_ERROR if error.wrong_usage else 1
     return 0
+
+
+def require_free_ports(settings: ServeSettings) -> None:
+    """Look whether the ports are free, before anything is started; raises PortError."""
+    policy_host = str(settings.policy.get("host", LOOPBACK))
+    require_free_port("port", settings.host, settings.port)
+    require_free_port("openai_port", LOOPBACK, settings.openai_port)
+    require_free_port("learner_metrics_port", settings.host, settings.learner_metrics_port)
+    require_free_port("policy_metrics_port", policy_host, settings.policy_metrics_port)
 
 
 async def serve(settings: ServeSettings) -> None:
@@ -185,14 +230,14 @@ def has_gpu() -> bool:
 
 def free_port() -> int:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((LOOPBACK, 0))
         number: int = probe.getsockname()[1]
         return number
 
 
 def reachable(host: str) -> str:
     """The address by which this machine reaches what binds to `host`."""
-    return "127.0.0.1" if host in ("0.0.0.0", "::", "[::]") else host  # noqa: S104
+    return LOOPBACK if host in ("0.0.0.0", "::", "[::]") else host  # noqa: S104
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -32,7 +32,11 @@ Say = Callable[[str, str], None]
 
 
 class ChildGaveUpError(RuntimeError):
-    """A child died again and again; the text holds the end of its log."""
+    """A child died again and again, or at once of a wrong setting; the text holds the end of its log."""
+
+    def __init__(self, text: str, *, wrong_usage: bool) -> None:
+        super().__init__(text)
+        self.wrong_usage = wrong_usage
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,8 @@ class Child:
             deaths = deaths + 1 if ready_seconds < self._policy.quick_seconds else 1
             what = f"{describe_exit(code)} after {time.monotonic() - started:.0f} s"
             if code == USAGE_ERROR or deaths >= self._policy.quick_deaths:
-                raise ChildGaveUpError(self._farewell(what, deaths))
+                wrong_usage = code == USAGE_ERROR
+                raise ChildGaveUpError(self._farewell(what, deaths, wrong_usage), wrong_usage=wrong_usage)
             delay = self._policy.delay(deaths)
             self._say("serve", f"{self.spec.name} {what}; starting it again in {delay:g} s")
             await asyncio.sleep(delay)
@@ -142,9 +147,9 @@ class Child:
         self._tail.append(line)
         self._say(self.spec.name, line)
 
-    def _farewell(self, what: str, deaths: int) -> str:
+    def _farewell(self, what: str, deaths: int, wrong_usage: bool) -> str:
         log = "\n".join(f"    {line}" for line in self._tail) or "    (it wrote nothing)"
-        times = "a wrong setting" if deaths < self._policy.quick_deaths else f"{deaths} quick deaths in a row"
+        times = "no restart mends that" if wrong_usage else f"{deaths} quick deaths in a row"
         return f"{self.spec.name} {what}; giving up: {times}. The end of its log:\n{log}"
 
 

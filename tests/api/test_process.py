@@ -79,8 +79,15 @@ def test_a_learner_serves_until_sigterm(tiny_model: tuple[Path, Path], tmp_path:
         with Client(f"127.0.0.1:{ports['port']}") as client:
             assert client.list_runs() == []
         second = learner("--model", str(tiny_model[1]), "--state-dir", str(tmp_path / "s"), "--port", "0")
-        assert second.returncode == 1
-        assert second.stderr.startswith("qerld learner: ")
+        assert second.returncode == 2
+        said = f"qerld learner: state_dir: {tmp_path / 's'} is in use by qerld learner, process {process.pid};"
+        assert second.stderr.startswith(said)
+        third = learner("--model", str(tiny_model[1]), "--state-dir", str(tmp_path / "t"), "--port", str(ports["port"]))
+        assert third.returncode == 2
+        assert third.stderr.startswith(
+            f"qerld learner: port: cannot listen on 127.0.0.1:{ports['port']} (Address already"
+        )
+        assert not (tmp_path / "t").exists()
     finally:
         process.send_signal(signal.SIGTERM)
         _, log = process.communicate(timeout=120)

@@ -14,8 +14,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from qerld.v1 import common_pb2, policy_pb2, replica_pb2, reward_pb2, rollout_pb2, run_pb2
+from qerld_kernels.exclusive import FolderError, PortError
 from qerld_kernels.fingerprint import base_fingerprint, chat_template_fingerprint, tokenizer_fingerprint
-from qerld_learner.api.server import PortError
 from qerld_learner.api.streams import Streams
 from qerld_learner.app import Ports, running_learner
 from qerld_learner.errors import PreconditionError, RetryLaterError
@@ -328,7 +328,7 @@ async def test_a_stop_is_graceful(tiny_model: tuple[Path, Path], tmp_path: Path)
 async def test_two_learners_cannot_share_a_folder_or_a_port(
     ports: Ports, learner_settings: LearnerSettings, tiny_model: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    with pytest.raises(PreconditionError):
+    with pytest.raises(FolderError, match="is in use by qerld learner, process"):
         async with running_learner(learner_settings):
             pass
     other = LearnerSettings(model=tiny_model[1], state_dir=tmp_path, port=ports.port, metrics_port=0, device="cpu")

@@ -95,6 +95,7 @@ async def test_repeated_quick_deaths_end_loudly_and_stop_the_others(tmp_path: Pa
     with pytest.raises(ChildGaveUpError, match="3 quick deaths in a row") as caught:
         await supervisor.run()
     assert "no such model folder" in str(caught.value)
+    assert not caught.value.wrong_usage
     good_child = supervisor.children["good"].process
     assert good_child is not None
     assert not alive(good_child.pid)
@@ -103,8 +104,9 @@ async def test_repeated_quick_deaths_end_loudly_and_stop_the_others(tmp_path: Pa
 async def test_wrong_usage_is_not_tried_again(tmp_path: Path) -> None:
     log = Log()
     supervisor = Supervisor([spec_of(tmp_path, "raise SystemExit(2)")], QUICK, log)
-    with pytest.raises(ChildGaveUpError, match="a wrong setting"):
+    with pytest.raises(ChildGaveUpError, match=r"status 2 .* no restart mends that") as caught:
         await supervisor.run()
+    assert caught.value.wrong_usage
     assert "starting it again" not in log
 
 

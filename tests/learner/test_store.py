@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import resource
 import signal
 import sys
@@ -14,7 +15,8 @@ import pytest
 import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from qerld_learner.errors import ConflictError, PreconditionError, RetryLaterError
+from qerld_kernels.exclusive import FolderError
+from qerld_learner.errors import ConflictError, RetryLaterError, StoreError
 from qerld_learner.store import Store
 from qerld_learner.store.database import open_engine
 from qerld_learner.store.requests import once
@@ -155,10 +157,36 @@ async def test_a_file_that_may_not_grow_is_a_clear_error_and_passes(tmp_path: Pa
 
 async def test_a_folder_has_one_learner(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    with pytest.raises(PreconditionError, match=f"process id {os.getpid()}"):
+    with pytest.raises(FolderError, match=f"state_dir: .* is in use by qerld learner, process {os.getpid()};"):
         Store(tmp_path)
     store.close()
     Store(tmp_path).close()
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("nonsense", "store_url: Could not parse"),
+        ("nosuch://user:secret@host/name", "store_url: Can't load plugin"),
+        ("sqlite:////nowhere/x.db", "store sqlite:////nowhere/x.db: unable to open database file; restore it"),
+        (f"sqlite:///{__file__}", "file is not a database"),
+    ],
+)
+async def test_a_store_that_can_never_be_opened(url: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=re.escape(said)) as caught:
+        Store(tmp_path, url)
+    assert "secret" not in str(caught.value)
+    Store(tmp_path).close()  # the folder was given back
+
+
+async def test_a_store_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+    Store(tmp_path).close()
+    engine = open_engine(f"sqlite:///{tmp_path / 'learner.db'}")
+    with engine.begin() as connection:
+        connection.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
+    engine.dispose()
+    with pytest.raises(StoreError, match=r"its schema is of a newer version of qerld \(.*'9999'\)"):
+        Store(tmp_path)
 
 
 async def test_migrations_make_the_schema_and_sqlite_is_durable(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import shutil
 import struct
 from pathlib import Path
@@ -14,8 +15,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from qerld.v1 import common_pb2, replica_pb2, replica_pb2_grpc
+from qerld_kernels.exclusive import FolderError
 from qerld_kernels.fingerprint import base_fingerprint, chat_template_fingerprint, tokenizer_fingerprint
-from qerld_service.downloads import FolderInUseError
 from qerld_service.engine import PolicyEngine
 from qerld_service.policy import RunningPolicy, running_policy
 from support.peer_learner import PeerLearner
@@ -257,7 +258,7 @@ async def test_a_refused_attachment_is_tried_again(
 
 
 async def test_two_servers_cannot_share_a_cache(policy: RunningPolicy, tiny_model: Any, tmp_path: Path) -> None:
-    with pytest.raises(FolderInUseError, match=r"cache_dir: .* is in use by another policy server"):
+    with pytest.raises(FolderError, match=rf"cache_dir: .* is in use by qerld policy, process {os.getpid()}; stop it"):
         async with running_policy(settings_for(tiny_model[1], 1, tmp_path / "cache"), policy.engine):
             pass
 

@@ -11,6 +11,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from qerld.v1 import policy_pb2_grpc, replica_pb2_grpc, reward_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
+from qerld_kernels.exclusive import port_error
 
 from qerld_learner.api.health import SAMPLING, STORE_SERVICES, HealthLoop
 from qerld_learner.api.interceptors import ErrorInterceptor, MetricsInterceptor
@@ -39,10 +40,6 @@ CHANNEL_OPTIONS: Sequence[tuple[str, Any]] = (
     # Without this a second learner would silently share the port.
     ("grpc.so_reuseport", 0),
 )
-
-
-class PortError(RuntimeError):
-    """The address cannot be bound."""
 
 
 @asynccontextmanager
@@ -101,4 +98,4 @@ def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
     try:
         return server.add_insecure_port(address)
     except RuntimeError as error:
-        raise PortError(f"cannot listen on {address}: {error}; choose another --port, 0 takes a free one") from error
+        raise port_error("port", host, port, error) from error

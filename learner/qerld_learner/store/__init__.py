@@ -8,14 +8,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+from qerld_kernels.exclusive import FolderLock
 from sqlalchemy import Connection
 
-from .database import FolderLock, migrate, open_engine
+from .database import open_database
 from .writer import Mutation, Writer
 
 T = TypeVar("T")
 
-__all__ = ["Store"]
+__all__ = ["LOCK_NAME", "Store"]
+
+LOCK_NAME = "learner.lock"
 
 
 class Store:
@@ -24,12 +27,13 @@ class Store:
     def __init__(
         self, folder: Path, url: str | None = None, on_commit: Callable[[int, float], None] | None = None
     ) -> None:
-        """Lock the folder, open and migrate the database. Raises `PreconditionError` when the folder is in use."""
-        folder.mkdir(parents=True, exist_ok=True)
-        self._lock = FolderLock(folder)
+        """Lock the folder, open and migrate the database.
+
+        Raises `FolderError` when the folder is in use or cannot be made, `StoreError` when the database cannot be used.
+        """
+        self._lock = FolderLock(folder, "state_dir", "qerld learner", LOCK_NAME)
         try:
-            self._engine = open_engine(url or f"sqlite:///{folder / 'learner.db'}")
-            migrate(self._engine)
+            self._engine = open_database(url or f"sqlite:///{folder / 'learner.db'}")
         except BaseException:
             self._lock.release()
             raise

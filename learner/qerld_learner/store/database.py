@@ -1,48 +1,49 @@
-"""Opening the store: one lock, SQLite's pragmas, migrations, and which database errors mean "no room"."""
+"""Opening the store: SQLite's pragmas, migrations, and which database errors mean what."""
 
 from __future__ import annotations
 
 import errno
-import fcntl
-import os
 import sqlite3
 from pathlib import Path
 from typing import Any
 
 from alembic import command
 from alembic.config import Config
+from alembic.util import CommandError
 from sqlalchemy import Connection, Engine, create_engine, event, exc
 
-from ..errors import PreconditionError
+from ..errors import PreconditionError, StoreError
 
 # How long a connection waits for another's lock; only backups and readers from outside compete with the writer.
 BUSY_TIMEOUT_MS = 10_000
 _NO_ROOM_CODES = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_FSYNC}
 _NO_ROOM_CODES |= {sqlite3.SQLITE_IOERR_TRUNCATE, sqlite3.SQLITE_IOERR_SHMSIZE, sqlite3.SQLITE_IOERR}
+# A wrong path, something else than a database, a broken one, one that may only be read.
+_UNUSABLE_CODES = {sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT}
+_UNUSABLE_CODES |= {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM}
 
 
-class FolderLock:
-    """Exclusive lock of a state folder; the kernel gives it back when the process ends, however it ends."""
+def open_database(url: str) -> Engine:
+    """Return an engine on the database at its newest schema.
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / "learner.lock"
-        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(self._descriptor)
-            if error.errno not in (errno.EAGAIN, errno.EACCES):
-                raise
-            raise PreconditionError(
-                f"state folder {folder} is in use by the learner with process id {self._path.read_text().strip()};"
-                " stop that one or choose another folder"
-            ) from None
-        os.ftruncate(self._descriptor, 0)
-        os.write(self._descriptor, f"{os.getpid()}\n".encode())
-
-    def release(self) -> None:
-        """Give the folder back."""
-        os.close(self._descriptor)
+    Raises `StoreError` when it can never be used, `PreconditionError` when it cannot be used now.
+    """
+    try:
+        engine = open_engine(url)
+    except (exc.ArgumentError, ImportError) as error:
+        raise StoreError(f"store_url: {error}; leave it unset for SQLite in state_dir") from error
+    name = engine.url.render_as_string(hide_password=True)
+    try:
+        migrate(engine)
+    except CommandError as error:
+        text = f"store {name}: its schema is of a newer version of qerld ({error}); use that one or another state_dir"
+        raise StoreError(text) from error
+    except exc.DBAPIError as error:
+        code = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF  # without the extended part
+        if code in _UNUSABLE_CODES:
+            raise StoreError(f"store {name}: {error.orig}; restore it, or give another") from error
+        raise PreconditionError(f"store {name} cannot be opened now: {error.orig}") from error
+    return engine
 
 
 def open_engine(url: str) -> Engine:
