@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 from qerld.v1 import common_pb2, run_pb2
+from qerld_kernels.exclusive import FolderLock
+from qerld_service.quickstart import main
 from qerld_service.quickstart.audit import check_spans
 from qerld_service.quickstart.results import Series, draw_curves, result_table, write_summary
 from qerld_service.quickstart.session import QuickstartError, serving
@@ -101,3 +103,15 @@ def test_a_server_that_does_not_come_up_shows_its_log(tmp_path: Path) -> None:
         serving(command, tmp_path / "serve.log", tmp_path / "ready.json"),
     ):
         pass
+
+
+def test_a_second_quickstart_does_not_remove_what_the_first_one_uses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    used = tmp_path / "service-state" / "learner.db"
+    used.parent.mkdir()
+    used.touch()
+    with FolderLock(tmp_path, "--out", "qerld quickstart"):
+        assert main.main(["--out", str(tmp_path)]) == 2
+    assert f"qerld quickstart: --out: {tmp_path} is in use by qerld quickstart, process" in capsys.readouterr().err
+    assert used.exists()

@@ -18,6 +18,7 @@ from qerld.v1 import policy_pb2, run_pb2
 from qerld_client import Client, QerldError
 from qerld_client.errors import from_rpc
 from qerld_kernels.errors import CheckpointError, QuantizationError
+from qerld_kernels.exclusive import FolderError, FolderLock
 from rich.console import Console
 from rich.progress import Progress
 
@@ -88,7 +89,12 @@ def main(argv: Sequence[str]) -> int:
     # As Ctrl-C: the processes that were started are stopped in order.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        summary = quickstart(options, console)
+        # It begins with removing what an earlier one left there.
+        with FolderLock(options.out, "--out", "qerld quickstart"):
+            summary = quickstart(options, console)
+    except FolderError as error:
+        sys.stderr.write(f"qerld quickstart: {error}\n")
+        return 2
     except (QuickstartError, ModelPackageError, CheckpointError, QuantizationError, OSError) as error:
         sys.stderr.write(f"qerld quickstart: {error}\n")
         return 1
@@ -125,7 +131,6 @@ def quickstart(options: Options, console: Console) -> dict[str, Any]:
     """Run everything and write the results; returns summary.json's content. Raises QuickstartError, QerldError."""
     clock = Clock()
     task = make_task(options.task, options.seed)
-    options.out.mkdir(parents=True, exist_ok=True)
     with clock.part("prepare"):
         model = prepare(options.cache, console)
         questions = questions_of(task, model)
