@@ -24,7 +24,8 @@ import torch
 from qerld_kernels.checkpoint import CheckpointReader
 from qerld_kernels.noise import Noise
 from qerld_service.adapters import AdapterKey, linear_shapes
-from qerld_service.engine import EngineConfig, PolicyEngine, Sampling, start_vllm
+from qerld_service.engine import EngineConfig, PolicyEngine, Sampling
+from qerld_service.vllm_start import start_vllm
 from safetensors.torch import save_file
 
 CLEAN, NOISY, OTHER = AdapterKey("bench", 1, False), AdapterKey("bench", 1, True), AdapterKey("bench", 2, True)

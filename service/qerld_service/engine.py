@@ -1,6 +1,6 @@
 """The policy engine: vLLM's AsyncLLM with immutable adapter instances, each with its own noise.
 
-The only module of the server process that imports vLLM, and it does so at `PolicyEngine.start`: vLLM reads its
+Of the server process only this module and `vllm_start` import vLLM, and not before `PolicyEngine.start`: vLLM reads its
 environment variables when imported. The engine core is a child process.
 """
 
@@ -15,13 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic import ValidationError
 from qerld_kernels.checkpoint import CheckpointReader
 from qerld_kernels.noise import Noise
 
 from qerld_service.adapters import AdapterError, AdapterKey, Slot, SlotTable, check_adapter, linear_shapes
 from qerld_service.engine_types import (
-    LORA_RANKS,
     Delta,
     EngineConfig,
     EngineDiedError,
@@ -31,6 +29,7 @@ from qerld_service.engine_types import (
     Sampling,
 )
 from qerld_service.vllm_plugin import set_environment
+from qerld_service.vllm_start import import_vllm, start_vllm
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -47,6 +46,8 @@ __all__ = [
     "Sampling",
 ]
 
+_POLL_SECONDS = 0.01  # an answer costs the engine's loop a fraction of a millisecond
+
 
 class PolicyEngine:
     """Made by `start`; belongs to the event loop that started it."""
@@ -59,7 +60,6 @@ class PolicyEngine:
         self._shapes = linear_shapes(model)
         self._slots = SlotTable(config.max_loras)
         self._realised: dict[AdapterKey, float] = {}
-        self._loading = asyncio.Lock()
         # Only on the CPU, where computing a prompt takes longer than a round trip to the engine.
         self._share_prompts = not torch.cuda.is_available()
         self._prompts: dict[AdapterKey, asyncio.Lock] = {}
@@ -122,8 +122,7 @@ class PolicyEngine:
         slot = self._slots.reserve(key, folder)
         try:
             await asyncio.to_thread(check_adapter, folder, self._shapes, self._max_rank)
-            async with self._loading:
-                await self._add(slot, noise)
+            self._realised[key] = await self._add(slot, noise)
         except BaseException:
             self._slots.free(slot)
             raise
@@ -137,12 +136,12 @@ class PolicyEngine:
             AdapterNotLoadedError: no such adapter is loaded.
         """
         slot = await self._slots.drain(key)
-        with _engine_errors():
-            await self._llm.remove_lora(slot.adapter_id)
-            await self._llm.collective_rpc("qerld_forget_noise", args=(slot.adapter_id,))
-        self._slots.free(slot)
-        self._realised.pop(key, None)
-        self._prompts.pop(key, None)
+        try:
+            await self._remove(slot)
+        finally:
+            self._slots.free(slot)
+            self._realised.pop(key)
+            self._prompts.pop(key, None)
 
     async def generate(
         self, key: AdapterKey, request_id: str, prompt_ids: Sequence[int], sampling: Sampling
@@ -222,21 +221,35 @@ class PolicyEngine:
             self._llm.output_handler.cancel()  # else it logs the engine's end as an error
         await asyncio.to_thread(self._llm.shutdown)
 
-    async def _add(self, slot: Slot, noise: Noise | None) -> None:
+    async def _add(self, slot: Slot, noise: Noise | None) -> float:
+        """Load into the workers' slots; returns realised σ / intended σ. Nothing is left of it when it fails."""
         try:
-            with _engine_errors():
-                if noise is not None:
-                    args = (slot.adapter_id, noise.sigma, noise.seed, noise.relative)
-                    await self._llm.collective_rpc("qerld_set_noise", args=args)
-                await self._llm.add_lora(_lora_request(slot))
-                shares = await self._llm.collective_rpc("qerld_realised_share", args=(slot.adapter_id,))
+            values = (noise.sigma, noise.seed, noise.relative) if noise is not None else None
+            await self._ask("qerld_start_loading", slot.adapter_id, slot.name, str(slot.folder), values)
+            shares = await self._poll("qerld_finish_loading", slot.adapter_id)
         except EngineDiedError:
             raise
+        except asyncio.CancelledError:
+            await self._remove(slot)
+            raise
         except Exception as error:  # vLLM's core wraps whatever the loader raised in a bare Exception
-            await self._llm.collective_rpc("qerld_forget_noise", args=(slot.adapter_id,))
+            await self._remove(slot)
             raise AdapterError(f"{slot.key.name}: vLLM refused {slot.folder}: {error}") from error
-        if noise is not None:
-            self._realised[slot.key] = min(shares)
+        return float(min(shares))
+
+    async def _remove(self, slot: Slot) -> None:
+        await self._poll("qerld_unload", slot.adapter_id)
+
+    async def _poll(self, method: str, adapter_id: int) -> list[Any]:
+        """Ask until no worker answers None, which says that its thread works on the adapter."""
+        while None in (answers := await self._ask(method, adapter_id)):  # noqa: ASYNC110 they have no event to set
+            await asyncio.sleep(_POLL_SECONDS)
+        return answers
+
+    async def _ask(self, method: str, *args: Any) -> list[Any]:
+        """The answers of all workers, given between two steps of the engine."""
+        with _engine_errors():
+            return list(await self._llm.collective_rpc(method, args=args))
 
     @contextlib.asynccontextmanager
     async def _request(self, key: AdapterKey) -> AsyncIterator[Slot]:
@@ -281,63 +294,6 @@ def _check_sampling(sampling: Sampling) -> None:
             f"sampling.temperature: must be at least 0, and 0 (greedy) needs n = 1, got {sampling.temperature} "
             f"with n = {sampling.n}"
         )
-
-
-def import_vllm() -> None:
-    """Import what `start_vllm` needs, in a call of its own.
-
-    A module among those keeps an exception, and with it the frames of whoever imports it first. Were that `start_vllm`,
-    its result would live until the interpreter has half ended, and vLLM's destructor would fail with a TypeError.
-    """
-    import vllm.engine.arg_utils
-    import vllm.v1.engine.async_llm  # noqa: F401
-
-
-def start_vllm(config: EngineConfig, model: CheckpointReader, on_cpu: bool) -> AsyncLLM:
-    """AsyncLLM with our settings; blocks. Without `set_environment` before it the norms are stock, without noise."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    dtype = config.dtype if config.dtype != "auto" else ("float32" if on_cpu else "bfloat16")
-    positions = model.config.get("max_position_embeddings")
-    limit = config.max_model_len + 1 if config.max_model_len is not None else None
-    if limit is not None and isinstance(positions, int):
-        limit = min(limit, positions)
-    # A seeded request whose prompt is split makes vLLM rewind its generator, which the CPU's cannot: the engine dies.
-    # Blocks of 32 tokens instead of 128: only full ones are shared between completions and prompts.
-    cpu_arguments: dict[str, Any] = {
-        "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(2048, limit or positions or 0),
-        "block_size": 32,
-    }
-    args = AsyncEngineArgs(
-        model=str(config.model),
-        dtype=dtype,
-        seed=config.seed,
-        max_model_len=limit,
-        max_num_seqs=config.max_num_seqs,
-        gpu_memory_utilization=config.gpu_memory_utilization,
-        tensor_parallel_size=config.tensor_parallel_size,
-        enforce_eager=on_cpu if config.enforce_eager is None else config.enforce_eager,
-        distributed_executor_backend="uni" if on_cpu else None,
-        enable_lora=True,
-        max_loras=config.max_loras,
-        max_cpu_loras=config.max_cpu_loras or config.max_loras + 2,
-        max_lora_rank=next(rank for rank in LORA_RANKS if rank >= config.max_lora_rank),
-        # Without lm_head: vLLM's LoRA on the logits takes scored prompts for sampled tokens, and two of them at once
-        # kill the engine (0.32 on the CPU). Adapters never have it.
-        lora_target_modules=list(model.architecture.target_modules),
-        worker_extension_cls="qerld_service.worker.NoiseWorkerExtension",
-        enable_prefix_caching=True,
-        **(cpu_arguments if on_cpu else {}),
-        generation_config="vllm",  # the model's own sampling defaults would change the behaviour distribution
-        logprobs_mode="processed_logprobs",  # the raw ones ignore temperature
-    )
-    try:
-        return AsyncLLM.from_engine_args(args)
-    except ValueError as error:  # pydantic's, too
-        problem = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-        raise EngineSettingsError(f"settings: vLLM refuses them or the model: {' '.join(problem.split())}") from error
 
 
 @contextlib.contextmanager

@@ -1,10 +1,10 @@
-"""vLLM's RMSNorm with noise by adapter slot, and the LoRA manager that keeps the slots' rows up to date.
+"""vLLM's RMSNorm with noise by adapter slot.
 
     y_t = rms(x_t) · (w + Z[slot(t) + 1])
 
 Each noisy norm holds Z [max_loras + 1, d] in fp32 (row 0 = 0, for tokens without an adapter). The slot of a token comes
-from the LoRA kernels' own persistent index buffer, so compiled code and CUDA graphs see every change. vLLM gives slots
-when an adapter is *activated* for a batch, and slots move after an eviction: the row is written at each activation.
+from the LoRA kernels' own persistent index buffer, so compiled code and CUDA graphs see every change. The rows are
+written by `lora_manager`, wherever an adapter gets a slot.
 
 Runs inside vLLM's worker process; loaded by `vllm_plugin`.
 """
@@ -18,12 +18,10 @@ import torch
 from qerld_kernels.architectures import architecture_of, noisy_norm_names
 from qerld_kernels.noise import Noise, scaled_noise
 from qerld_kernels.rmsnorm import rmsnorm_slots
-from vllm.lora.model_manager import LRUCacheLoRAModelManager
-from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
-__all__ = ["NoiseSlots", "NoisyLoRAModelManager", "SlotGemmaRMSNorm", "SlotRMSNorm", "register_norms"]
+__all__ = ["NoiseSlots", "SlotGemmaRMSNorm", "SlotRMSNorm", "find_noisy_norms", "register_norms"]
 
 NormOutput = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -90,7 +88,7 @@ class NoiseSlots:
             norm.install(max_loras + 1, slots)
 
     def register(self, adapter_id: int, noise: Noise) -> None:
-        """Set the noise an adapter will carry; before the adapter is added, since that activates it."""
+        """Set the noise an adapter will carry, before it gets a slot."""
         self._noise[adapter_id] = noise
 
     def forget(self, adapter_id: int) -> None:
@@ -127,25 +125,6 @@ class NoiseSlots:
         return float((realised / intended) ** 0.5)
 
 
-class NoisyLoRAModelManager(LRUCacheLoRAModelManager):  # type: ignore[misc]
-    """vLLM's LoRA manager; writes an adapter's noise wherever it activates the adapter into a slot."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.noise_slots = NoiseSlots(
-            find_noisy_norms(self.model),
-            self.lora_slots,
-            next(iter(self.punica_wrapper_mapping.values()))._token_lora_indices,
-        )
-
-    def activate_adapter(self, lora_id: int) -> bool:
-        """As vLLM's; True when the adapter was given a slot by this call."""
-        activated = bool(super().activate_adapter(lora_id))
-        if activated:
-            self.noise_slots.write(self.lora_index_to_id.index(lora_id), lora_id)
-        return activated
-
-
 def find_noisy_norms(model: torch.nn.Module) -> dict[str, _SlotNorm]:
     """The norms of a loaded vLLM model that carry noise, 2 × layers, in order of depth.
 
@@ -166,7 +145,6 @@ def find_noisy_norms(model: torch.nn.Module) -> dict[str, _SlotNorm]:
 
 
 def register_norms() -> None:
-    """Replace vLLM's norms and its LoRA manager in this process; models built afterwards use ours."""
+    """Replace vLLM's norms in this process; models built afterwards use ours."""
     CustomOp.register_oot(SlotRMSNorm, name="RMSNorm")
     CustomOp.register_oot(SlotGemmaRMSNorm, name="GemmaRMSNorm")
-    LRUCacheWorkerLoRAManager._manager_cls = NoisyLoRAModelManager

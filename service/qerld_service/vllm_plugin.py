@@ -51,9 +51,11 @@ def register() -> None:
         threading.Thread(target=_end_with, args=(int(parent),), name="qerld-parent", daemon=True).start()
     from vllm.platforms import current_platform
 
+    from qerld_service.lora_manager import register_lora_manager
     from qerld_service.norms import register_norms
 
     register_norms()
+    register_lora_manager()
     if current_platform.is_cuda():
         from qerld_service.logits import register_fp32_logits
 

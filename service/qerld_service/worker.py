@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 from qerld_kernels.noise import Noise
 
 from qerld_service.vllm_plugin import register
 
-__all__ = ["NoiseWorkerExtension"]
+__all__ = ["AdapterWorkerExtension"]
 
 
 # vLLM imports this module in the worker before it loads the model. Its plugin loader has registered by then, unless
@@ -16,23 +17,32 @@ __all__ = ["NoiseWorkerExtension"]
 register()
 
 
-class NoiseWorkerExtension:
-    """Mixed into vLLM's worker (`worker_extension_cls`); every name starts with qerld_ so that none collides."""
+class AdapterWorkerExtension:
+    """Mixed into vLLM's worker (`worker_extension_cls`); every name starts with qerld_ so that none collides.
+
+    The calls run between two steps of the engine's loop and return at once; see `lora_manager`.
+    """
 
     model_runner: Any
 
-    def qerld_set_noise(self, adapter_id: int, sigma: float, seed: int, relative: bool) -> None:
-        """Fix the noise of an adapter that is not added yet."""
-        self._qerld_manager().noise_slots.register(adapter_id, Noise(sigma, seed, relative))
+    def qerld_start_loading(
+        self, adapter_id: int, name: str, folder: str, noise: tuple[float, int, bool] | None
+    ) -> None:
+        """Read a PEFT folder into a free slot; `noise`: sigma, seed, relative."""
+        from vllm.lora.request import LoRARequest
 
-    def qerld_forget_noise(self, adapter_id: int) -> None:
-        """Drop the noise of an adapter that was removed or could not be added."""
-        self._qerld_manager().noise_slots.forget(adapter_id)
+        request = LoRARequest(lora_name=name, lora_int_id=adapter_id, lora_path=folder)
+        read = partial(self.model_runner.lora_manager._load_adapter, request)
+        self._qerld_manager().start_loading(adapter_id, read, Noise(*noise) if noise is not None else None)
 
-    def qerld_realised_share(self, adapter_id: int) -> float:
-        """Realised σ / intended σ of an adapter that holds a slot."""
-        manager = self._qerld_manager()
-        return float(manager.noise_slots.realised_share(manager.lora_index_to_id.index(adapter_id), adapter_id))
+    def qerld_finish_loading(self, adapter_id: int) -> float | None:
+        """None while the adapter is being loaded, then realised σ / intended σ; raises what vLLM refuses it for."""
+        share: float | None = self._qerld_manager().finish_loading(adapter_id)
+        return share
+
+    def qerld_unload(self, adapter_id: int) -> Literal[True] | None:
+        """Free an adapter's slot; None, and nothing done, while it is being loaded."""
+        return True if self._qerld_manager().unload(adapter_id) else None
 
     def _qerld_manager(self) -> Any:
         manager = self.model_runner.lora_manager._adapter_manager

@@ -1,4 +1,4 @@
-"""A policy server on the session's engine, attached to a learner's end of the protocol."""
+"""The session's engine with nothing loaded; a policy server on it, attached to a learner's end of the protocol."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
+import pytest_asyncio
 from qerld.v1 import replica_pb2_grpc
 from qerld_service.engine import PolicyEngine
 from qerld_service.policy import RunningPolicy, running_policy
@@ -50,3 +51,17 @@ async def stub(policy: RunningPolicy) -> AsyncIterator[replica_pb2_grpc.PolicyRe
 async def http(policy: RunningPolicy) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{policy.openai_port}", timeout=60) as client:
         yield client
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def fresh(engine: PolicyEngine) -> AsyncIterator[PolicyEngine]:
+    """The shared engine; what the test left loaded is unloaded."""
+    yield engine
+    for key in engine.loaded:
+        await engine.unload(key)
+
+
+@pytest.fixture(scope="session")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("adapters")
+    return [make_adapter(folder / str(seed), seed=seed, scale=0.1) for seed in range(3)]

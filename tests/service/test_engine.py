@@ -1,85 +1,26 @@
-"""The policy engine on the CPU with a tiny random NVFP4 Llama: exactness of versions, swaps, and what it refuses."""
+"""The policy engine on the CPU with a tiny random NVFP4 Llama: exactness of versions, and what it refuses."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import shutil
 import signal
 import sys
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 import torch
 from qerld_kernels.checkpoint import CheckpointReader
 from qerld_kernels.noise import Noise, scaled_noise
 from qerld_kernels.nvfp4 import dequantize
-from qerld_service.adapters import AdapterError, AdapterKey, AdapterNotLoadedError, SlotsFullError
-from qerld_service.engine import EngineConfig, EngineDiedError, PolicyEngine, RequestError, Sampling
-from safetensors.torch import load_file, save_file
-from support.tiny import make_adapter, make_tiny_model
+from qerld_service.adapters import AdapterKey, AdapterNotLoadedError
+from qerld_service.engine import EngineConfig, EngineDiedError, PolicyEngine, RequestError
+from safetensors.torch import load_file
+from support.engine import NOISE, PROMPT, SAMPLING, assert_same, begin, collect, key
+from support.tiny import make_tiny_model
 
 pytestmark = pytest.mark.engine
-
-PROMPT = [5, 17, 300, 41, 9, 123, 88, 7, 250, 31, 64, 402, 12, 90, 77, 3, 210, 55, 19, 8]
-SAMPLING = Sampling(max_tokens=24, n=4, seed=11)
-NOISE = Noise(sigma=0.05, seed=2**63 + 5)
-
-Completion = tuple[list[int], list[float], str | None]
-
-
-async def begin(
-    engine: PolicyEngine, key: AdapterKey, request_id: str, sampling: Sampling
-) -> asyncio.Task[list[Completion]]:
-    """Start to collect; returns when the first token has come, or the request has ended without any."""
-    first = asyncio.Event()
-    running = asyncio.create_task(collect(engine, key, request_id, sampling, first))
-    running.add_done_callback(lambda _: first.set())
-    await first.wait()
-    return running
-
-
-async def collect(
-    engine: PolicyEngine, key: AdapterKey, request_id: str, sampling: Sampling, first: asyncio.Event | None = None
-) -> list[Completion]:
-    """All completions of PROMPT as (token ids, log-probabilities, finish reason)."""
-    done: list[Completion] = [([], [], None) for _ in range(sampling.n)]
-    async for delta in engine.generate(key, request_id, PROMPT, sampling):
-        if first is not None:
-            first.set()
-        ids, logprobs, reason = done[delta.index]
-        assert len(delta.token_ids) == len(delta.logprobs)
-        done[delta.index] = (ids + delta.token_ids, logprobs + delta.logprobs, delta.finish_reason or reason)
-    return done
-
-
-def assert_same(got: list[Completion], expected: list[Completion]) -> None:
-    """Equal tokens, and log-probabilities equal but for the last bits: fp32 products depend on a batch's shape."""
-    assert [(ids, reason) for ids, _, reason in got] == [(ids, reason) for ids, _, reason in expected]
-    for (_, ours, _), (_, theirs, _) in zip(got, expected, strict=True):
-        torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), atol=5e-6, rtol=0)
-
-
-@pytest_asyncio.fixture(loop_scope="session")
-async def fresh(engine: PolicyEngine) -> AsyncIterator[PolicyEngine]:
-    """The shared engine; what the test left loaded is unloaded."""
-    yield engine
-    for key in engine.loaded:
-        await engine.unload(key)
-
-
-@pytest.fixture(scope="session")
-def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    folder = tmp_path_factory.mktemp("adapters")
-    return [make_adapter(folder / str(seed), seed=seed, scale=0.1) for seed in range(3)]
-
-
-def key(version: int, *, noisy: bool = True, run: str = "engine-tests") -> AdapterKey:
-    return AdapterKey(run, version, noisy)
 
 
 async def test_a_seed_reproduces_tokens_and_logprobs(fresh: PolicyEngine, adapters: list[Path]) -> None:
@@ -131,45 +72,6 @@ async def test_sigma_zero_beside_noise_is_bit_equal_to_no_noise(fresh: PolicyEng
     assert_same(zero_beside_noise, clean_alone)
 
 
-async def test_a_hot_swap_leaves_running_requests_alone(fresh: PolicyEngine, adapters: list[Path]) -> None:
-    long = replace(SAMPLING, max_tokens=220)
-    await fresh.load(key(1), adapters[0], NOISE)
-    undisturbed = await collect(fresh, key(1), "before", long)
-    running = await begin(fresh, key(1), "running", long)
-    await fresh.load(key(2), adapters[1], Noise(sigma=0.1, seed=3))
-    assert not running.done()
-    newer = await collect(fresh, key(2), "newer", SAMPLING)
-    assert_same(await running, undisturbed)
-    assert newer != [(ids[:24], logprobs[:24], reason) for ids, logprobs, reason in undisturbed]
-
-
-async def test_unload_waits_for_running_requests_and_refuses_new_ones(
-    fresh: PolicyEngine, adapters: list[Path]
-) -> None:
-    await fresh.load(key(1), adapters[0], NOISE)
-    running = await begin(fresh, key(1), "running", replace(SAMPLING, max_tokens=100))
-    unloading = asyncio.create_task(fresh.unload(key(1)))
-    await asyncio.sleep(0)
-    assert not running.done()
-    with pytest.raises(AdapterNotLoadedError):
-        await collect(fresh, key(1), "late", SAMPLING)
-    completions = await running
-    assert {reason for _, _, reason in completions} <= {"length", "stop"}
-    await unloading
-    assert key(1) not in fresh.loaded
-
-
-async def test_reloading_a_key_never_serves_a_stale_cache(fresh: PolicyEngine, adapters: list[Path]) -> None:
-    await fresh.load(key(1), adapters[0], NOISE)
-    first = await collect(fresh, key(1), "a", SAMPLING)
-    await fresh.unload(key(1))
-    await fresh.load(key(1), adapters[1], None)
-    other = await collect(fresh, key(1), "b", SAMPLING)
-    await fresh.load(key(2), adapters[1], None)
-    assert_same(await collect(fresh, key(2), "c", SAMPLING), other)
-    assert other != first
-
-
 async def test_unknown_adapters_are_refused_before_the_engine(fresh: PolicyEngine) -> None:
     with pytest.raises(AdapterNotLoadedError, match="nobody@9"):
         await collect(fresh, AdapterKey("nobody", 9, True), "x", SAMPLING)
@@ -178,86 +80,6 @@ async def test_unknown_adapters_are_refused_before_the_engine(fresh: PolicyEngin
     with pytest.raises(AdapterNotLoadedError):
         await fresh.unload(key(9))
     await fresh.check_health()
-
-
-def _break(folder: Path, how: str) -> None:
-    weights, config_path = folder / "adapter_model.safetensors", folder / "adapter_config.json"
-    config, tensors = json.loads(config_path.read_text()), load_file(weights)
-    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-    if how == "truncated":
-        weights.write_bytes(weights.read_bytes()[:-100])
-    elif how == "no weights":
-        weights.unlink()
-    elif how == "no config":
-        config_path.unlink()
-    elif how == "rank too high":
-        config["r"] = 64
-    elif how == "other shape":
-        tensors[name] = torch.zeros(8, 65, dtype=torch.bfloat16)
-    elif how == "other model":
-        tensors = {key.replace("layers.1", "layers.7"): value for key, value in tensors.items()}
-    elif how == "half a pair":
-        del tensors[name]
-    elif how == "NaN":
-        tensors[name][0, 0] = float("nan")
-    elif how == "dora":
-        config["use_dora"] = True
-    if config_path.exists():
-        config_path.write_text(json.dumps(config))
-    if weights.exists() and how != "truncated":
-        save_file(tensors, weights)
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("truncated", "truncated"),
-        ("no weights", "no such file"),
-        ("no config", "PEFT folder"),
-        ("rank too high", "max_lora_rank = 8"),
-        ("other shape", r"must be \[8, 64\]"),
-        ("other model", "another model"),
-        ("half a pair", "no lora_A"),
-        ("NaN", "NaN"),
-        ("dora", "use_dora"),
-    ],
-)
-async def test_bad_adapters_cost_nothing(
-    fresh: PolicyEngine, adapters: list[Path], tmp_path: Path, how: str, message: str
-) -> None:
-    shutil.copytree(adapters[0], tmp_path / "bad")
-    _break(tmp_path / "bad", how)
-    with pytest.raises(AdapterError, match=message):
-        await fresh.load(key(1), tmp_path / "bad", NOISE)
-    assert fresh.loaded == frozenset()
-    await fresh.load(key(1), adapters[0], NOISE)
-
-
-async def test_an_adapter_that_only_vllm_refuses_costs_nothing(
-    fresh: PolicyEngine, adapters: list[Path], tmp_path: Path
-) -> None:
-    shutil.copytree(adapters[0], tmp_path / "bad")
-    config = json.loads((tmp_path / "bad" / "adapter_config.json").read_text())
-    del config["target_modules"]  # vLLM wants it; what is adapted is plain from the tensors, so our check does not ask
-    (tmp_path / "bad" / "adapter_config.json").write_text(json.dumps(config))
-    with pytest.raises(AdapterError, match="vLLM refused"):
-        await fresh.load(key(1), tmp_path / "bad", NOISE)
-    await fresh.load(key(1), adapters[0], NOISE)
-    assert fresh.loaded == {key(1)}
-
-
-async def test_slots_are_counted_and_given_back(fresh: PolicyEngine, adapters: list[Path]) -> None:
-    for version in range(6):
-        await fresh.load(key(version), adapters[version % 3], NOISE)
-    with pytest.raises(SlotsFullError, match="6 slots"):
-        await fresh.load(key(6), adapters[0], NOISE)
-    with pytest.raises(AdapterError, match="already loaded"):
-        await fresh.load(key(0), adapters[0], NOISE)
-    with pytest.raises(AdapterError, match="clean"):
-        await fresh.load(key(7, noisy=False), adapters[0], NOISE)
-    await fresh.unload(key(0))
-    await fresh.load(key(6), adapters[0], NOISE)
-    assert fresh.stats.in_flight == {key(version): 0 for version in range(1, 7)}
 
 
 async def test_bad_requests_are_refused_and_limits_hold(fresh: PolicyEngine, adapters: list[Path]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 from check_vllm_contract import CONTRACT, breaches, reader_of
 
+ROOT = Path(__file__).parents[2]
 RELEASES = ("0.25.1", "0.26.0", "0.27.0", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
 
 
@@ -51,6 +54,25 @@ def test_a_moved_file_is_found() -> None:
         return read(name)
 
     assert breaches(without) == [f"{gone}: no such file"]
+
+
+def imports_vllm(source: Path) -> bool:
+    """Whether a file imports vLLM anywhere, also in its functions."""
+    modules = []
+    for node in ast.walk(ast.parse(source.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            modules += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            modules.append(node.module or "")
+    return any(module.split(".")[0] == "vllm" for module in modules)
+
+
+def test_vllm_is_imported_where_the_documentation_says() -> None:
+    where = (ROOT / "docs" / "vllm.md").read_text("utf-8").split("##")[0]
+    documented = {Path(name).name for name in re.findall(r"`([\w/]+\.py)`", where)}
+    packages = ("service", "learner", "kernels", "clients")
+    importing = {file.name for name in packages for file in (ROOT / name).rglob("*.py") if imports_vllm(file)}
+    assert importing == documented
 
 
 @pytest.mark.slow
