@@ -15,6 +15,7 @@ from pathlib import Path
 from sqlalchemy import Connection
 
 from .creation import RunCreator, slots_of_all
+from .deletion import RunDeleter
 from .errors import InvalidRequestError, NotFoundError, Violation
 from .fingerprints import fingerprints_of
 from .groups import would_be_advantages
@@ -83,6 +84,7 @@ class Learner:
         self._sampler = Sampler(shared)
         self._intake = Intake(shared, self._sampler)
         self._tasks = Tasks()
+        self._deleter = RunDeleter(shared, self._sampler, self._tasks)
 
     @classmethod
     async def open(cls, options: LearnerOptions, observer: Observer | None = None) -> Learner:
@@ -186,6 +188,10 @@ class Learner:
         """Go on; an unfinished batch is trained first."""
         return await self._steer(name, request_id, body_hash, lambda c: runs.resume(c, name))
 
+    async def delete_run(self, name: str, request_id: str, body_hash: str) -> None:
+        """End a run: its slots are free, its open rollouts are CANCELLED. Rows, files and the name stay."""
+        await self._deleter.delete(name, request_id, body_hash)
+
     async def _steer(
         self, name: str, request_id: str, body_hash: str, change: Callable[[Connection], None]
     ) -> RunRecord:
@@ -262,7 +268,7 @@ class Learner:
         self, run: str, request_id: str, body_hash: str, outcomes: Sequence[Outcome]
     ) -> list[OutcomeAnswer]:
         """Store outcomes and answer each, after COMMIT. Fields of rejections are like `outcomes[2].reward`."""
-        pulse = self._pulse(run)
+        pulse = self._shared.runs[run]
         _check_count(outcomes)
         answers, closed, repeated = await self._shared.store.write(
             lambda c: rewards.submit(c, run, request_id, body_hash, outcomes, pulse.config.drop_zero_variance)
@@ -278,7 +284,7 @@ class Learner:
 
     async def check_outcomes(self, run: str, outcomes: Sequence[Outcome]) -> list[CheckedOutcome]:
         """Say what `submit_outcomes` would answer, with every problem and the would-be advantages."""
-        config = self._pulse(run).config
+        config = self._shared.runs[run].config
         _check_count(outcomes)
         judged, stored = await self._shared.store.read(lambda c: rewards.dry_run(c, run, outcomes))
         advantages: dict[str, float] = {}
@@ -302,7 +308,7 @@ class Learner:
 
     def lease_rollouts(self, run: str, worker: str, lease: float | None = None) -> LeaseQueue:
         """Return a worker's queue of finished rollouts without an outcome: `add_credits`, iterate, `close`."""
-        pulse = self._pulse(run)
+        pulse = self._shared.runs[run]
         if not pulse.leases_filled:
             pulse.leases_filled = True
             self._tasks.once(f"leases-{run}", self._fill_leases(run, pulse))
@@ -313,11 +319,6 @@ class Learner:
         found = await self._shared.store.read(lambda c: rollouts.find_rollouts(c, ids))
         for rollout_id in ids:
             pulse.leases.offer(found[rollout_id])
-
-    def _pulse(self, run: str) -> RunPulse:
-        if run not in self._shared.runs:
-            raise NotFoundError(f"unknown run {run!r}; CreateRun makes one, ListRuns lists them")
-        return self._shared.runs[run]
 
     # Versions
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection
 
-from .errors import ConflictError, InvalidRequestError, NotFoundError, RetryLaterError, Violation
+from .errors import InvalidRequestError, RetryLaterError, Violation
 from .options import ModelInfo
 from .records import RunConfig, RunRecord, RunState, VersionRecord, VersionState
 from .run_options import check_run_config, noise_of, trainer_config
@@ -22,6 +22,8 @@ from .trainer.client import TrainerDiedError, TrainerFailure
 from .trainer.messages import InitVersion, VersionMade
 from .versions import SLOTS_A_RUN, version_folder
 
+# Longer than a client goes on trying: somebody has to do something, and should be told at once.
+SLOTS_RETRY_SECONDS = 600.0
 # Kinds of `TrainerFailure`: a full disk and a full GPU.
 _NOT_THE_REQUESTS_FAULT = ("OSError", "OutOfMemoryError")
 
@@ -51,11 +53,8 @@ class RunCreator:
     def _exists(self, connection: Connection, name: str, request_id: str, body_hash: str) -> bool:
         if answered(connection, name, request_id, body_hash) is not None:
             return True
-        try:
-            runs.find_run(connection, name)
-        except NotFoundError:
-            return False
-        raise ConflictError(f"run {name!r} exists already; choose another name, or go on with GetRun")
+        runs.check_name(connection, name)
+        return False
 
     def _check_rank(self, rank: int) -> None:
         # Such a run's versions would be refused for ever, and the server could not attach again.
@@ -69,9 +68,10 @@ class RunCreator:
         needed = await slots_of_all(self._shared) + SLOTS_A_RUN
         if slots is not None and needed > slots:
             raise RetryLaterError(
-                f"the runs would need slots for {needed} versions, the smallest policy server has {slots};"
-                " start policy servers with a higher max_loras, or wait until a run is completed",
-                retry_after=60.0,
+                f"the runs would need slots for {needed} versions, the smallest policy server has {slots}: two for each"
+                " run, one for a completed one; end a run that is not needed with DeleteRun (paused ones count, too),"
+                " or start policy servers with a higher max_loras",
+                retry_after=SLOTS_RETRY_SECONDS,
             )
 
     async def _first_version(self, name: str, config: RunConfig, initial_adapter: bytes) -> VersionMade:

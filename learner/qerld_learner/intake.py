@@ -47,10 +47,18 @@ class Intake:
         before = await self._shared.store.read(lambda connection: self._earlier(connection, run, request_id, body_hash))
         group_id = before or await self._open(run, request_id, body_hash, prompt)
         feed = self._sampler.feed(group_id)
-        events = self._replay(group_id) if feed is None else feed.events()
+        events = self._replay(run, group_id) if feed is None else feed.events()
+        seen = set()
         async with aclosing(events):
             async for event in events:
+                if isinstance(event, RolloutFinished):
+                    seen.add(event.rollout.rollout_id)
                 yield event
+        if feed is not None and len(seen) < len(feed.opened.rollout_ids):
+            # Some were finished before the learner's start, or sampling ended early: with its run, or with the learner.
+            async for event in self._replay(run, group_id):
+                if isinstance(event, RolloutFinished) and event.rollout.rollout_id not in seen:
+                    yield event
 
     def _earlier(self, connection: Connection, run: str, request_id: str, body_hash: str) -> str | None:
         find_run(connection, run)
@@ -93,8 +101,9 @@ class Intake:
 
         return await self._shared.store.write(mutation)
 
-    async def _replay(self, group_id: str) -> AsyncGenerator[SampleEvent, None]:
+    async def _replay(self, run: str, group_id: str) -> AsyncGenerator[SampleEvent, None]:
         def query(connection: Connection) -> list[SampleEvent]:
+            find_run(connection, run)
             group = stored.find_group(connection, group_id)
             rollouts = stored.group_rollouts(connection, group_id)
             opened = GroupOpened(group_id, group.rollout_ids, rollouts[0].prompt_ids, group.version)

@@ -160,6 +160,12 @@ class LearnerMetrics(Observer):
         self._live_version.labels(self._run(run)).set(version)
         self._swap.labels(self._run(run)).observe(swap_seconds)
 
+    def run_deleted(self, run: str) -> None:
+        label = self._run(run)
+        self._capacity.labels(label).set(0)
+        for state in OPEN_STATES:
+            self._buffer.labels(label, state.value).set(0)
+
     def trainer_died(self) -> None:
         self._deaths.inc()
 

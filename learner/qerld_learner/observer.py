@@ -29,6 +29,9 @@ class Observer:
     def version_live(self, run: str, version: int, swap_seconds: float) -> None:
         """A version went live `swap_seconds` after it was committed."""
 
+    def run_deleted(self, run: str) -> None:
+        """A run was deleted; its name is not used again."""
+
     def trainer_died(self) -> None:
         """The trainer process ended by itself; it is started again."""
 

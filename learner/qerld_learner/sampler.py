@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Collection
 from contextlib import aclosing
 
 import grpc
 from sqlalchemy import Connection
 
+from .errors import NotFoundError
 from .feeds import GroupFeed
 from .records import FinishReason, GroupOpened, NoiseRecord, RolloutState, SamplingSpec, SpanRecord
 from .replicas import NewTokens, Replica, ReplicaLostError
@@ -52,9 +53,9 @@ class Sampler:
     def start(self, group: OpenGroup) -> GroupFeed:
         """Begin (or go on) sampling a group in its own task."""
         record = group.group
+        self._shared.runs[record.run].buffer.add(record.group_id)
         opened = GroupOpened(record.group_id, record.rollout_ids, group.prompt_ids, record.version)
         feed = self._feeds[record.group_id] = GroupFeed(opened)
-        self._shared.runs[record.run].buffer.add(record.group_id)
         task = asyncio.create_task(self._drive(group, feed), name=f"sample-{record.group_id}")
         self._tasks[record.group_id] = task
         task.add_done_callback(lambda done: self._ended(record.group_id, done))
@@ -62,7 +63,11 @@ class Sampler:
 
     async def close(self) -> None:
         """Stop sampling; unfinished rollouts are sampled again at the next start."""
-        tasks = list(self._tasks.values())
+        await self.cancel(list(self._tasks))
+
+    async def cancel(self, group_ids: Collection[str]) -> None:
+        """Stop sampling of some groups."""
+        tasks = [self._tasks[group_id] for group_id in group_ids if group_id in self._tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -72,7 +77,9 @@ class Sampler:
         feed = self._feeds.pop(group_id, None)
         if feed is not None:
             feed.close()
-        if not task.cancelled() and task.exception() is not None:
+        if task.cancelled() or isinstance(task.exception(), NotFoundError):
+            return  # the learner stops, or the run was deleted
+        if task.exception() is not None:
             _log.error(
                 "sampling of group %s stopped; it goes on at the next start", group_id, exc_info=task.exception()
             )

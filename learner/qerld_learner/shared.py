@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from .buffer import Buffer
-from .errors import RetryLaterError
+from .errors import NotFoundError, RetryLaterError
 from .groups import Verdict
 from .leases import LeaseBoard
 from .observer import Observer
@@ -45,6 +45,13 @@ class RunPulse:
         self.zero_variance = 0
 
 
+class Pulses(dict[str, RunPulse]):
+    """The runs in memory, by name: a run that is deleted meanwhile is unknown, wherever it is looked up."""
+
+    def __missing__(self, run: str) -> RunPulse:
+        raise NotFoundError(f"unknown run {run!r}; CreateRun makes one, ListRuns lists them")
+
+
 @dataclass
 class Shared:
     """One a process. `fence` is this process's number: commits of an earlier process's batches are refused."""
@@ -55,8 +62,9 @@ class Shared:
     pool: ReplicaPool
     trainer: TrainerHost
     fence: int
-    runs: dict[str, RunPulse] = field(default_factory=dict)
-    receipts: Broadcast[tuple[str, Receipt]] = field(default_factory=Broadcast)
+    runs: Pulses = field(default_factory=Pulses)
+    # A receipt of None: the run was deleted, no more will come.
+    receipts: Broadcast[tuple[str, Receipt | None]] = field(default_factory=Broadcast)
 
     def publish(self, run: str, closed: Closed) -> None:
         """Tell everyone what a committed transaction closed."""
@@ -76,6 +84,15 @@ class Shared:
         """Groups left the buffer for a batch: there is room for new ones."""
         for group_id in group_ids:
             self.runs[run].buffer.remove(group_id)
+
+    def forget(self, run: str) -> None:
+        """A run was deleted: whoever waits for something of it wakes up and finds that out."""
+        pulse = self.runs.pop(run)
+        pulse.leases.close()
+        self.receipts.publish((run, None))
+        for signal in (pulse.work, pulse.queued, pulse.live, pulse.reported):
+            signal.notify()
+        self.observer.run_deleted(run)
 
     def scored(self, run: str, rollout_ids: Iterable[str]) -> None:
         """Rollouts have outcomes: no worker needs them any more."""

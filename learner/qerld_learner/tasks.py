@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any
 
 _log = logging.getLogger(__name__)
@@ -28,9 +28,9 @@ class Tasks:
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 
-    async def cancel(self) -> None:
-        """Cancel all and wait until they have ended."""
-        tasks = list(self._tasks)
+    async def cancel(self, names: Collection[str] | None = None) -> None:
+        """Cancel all, or those with these names, and wait until they have ended."""
+        tasks = [task for task in self._tasks if names is None or task.get_name() in names]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 
+from sqlalchemy import Connection
+
 from .errors import NotFoundError
 from .records import Receipt, StepReport, VersionRecord
 from .shared import Shared
@@ -13,20 +15,23 @@ from .store.rollouts import find_receipts
 
 async def watch_receipts(shared: Shared, run: str, rollout_ids: Sequence[str]) -> AsyncIterator[Receipt]:
     """See `Learner.watch_receipts`."""
-    await shared.store.read(lambda connection: runs.find_run(connection, run))
     awaited = set(rollout_ids)
     with shared.receipts.subscribe() as subscription:
+        await shared.store.read(lambda connection: runs.find_run(connection, run))
         if rollout_ids:
             known = await shared.store.read(lambda connection: find_receipts(connection, rollout_ids, run))
             for missing in awaited - known.keys():
                 raise NotFoundError(f"unknown rollout {missing!r} in run {run!r}; use ids that Sample returned")
-            for receipt in known.values():
-                if receipt.state.final:
-                    awaited.discard(receipt.rollout_id)
-                    yield receipt
+            for final in (receipt for receipt in known.values() if receipt.state.final):
+                awaited.discard(final.rollout_id)
+                yield final
         while (awaited or not rollout_ids) and (new := await subscription.get()) is not None:
             of, receipt = new
-            if of != run or (rollout_ids and receipt.rollout_id not in awaited):
+            if of != run:
+                continue
+            if receipt is None:
+                return
+            if rollout_ids and receipt.rollout_id not in awaited:
                 continue
             awaited.discard(receipt.rollout_id)
             yield receipt
@@ -49,7 +54,6 @@ async def watch_live(shared: Shared, run: str) -> AsyncIterator[VersionRecord]:
 
 async def watch_reports(shared: Shared, run: str, after_step: int | None) -> AsyncIterator[StepReport]:
     """See `Learner.watch_reports`."""
-    await shared.store.read(lambda connection: runs.find_run(connection, run))
     position = 0
     if after_step is None:
         position = await shared.store.read(lambda connection: steps.last_published(connection, run))
@@ -63,4 +67,8 @@ async def watch_reports(shared: Shared, run: str, after_step: int | None) -> Asy
 
 
 async def _new_reports(shared: Shared, run: str, position: int, after_step: int) -> list[tuple[int, StepReport]]:
-    return await shared.store.read(lambda connection: steps.published_reports(connection, run, position, after_step))
+    def query(connection: Connection) -> list[tuple[int, StepReport]]:
+        runs.find_run(connection, run)
+        return steps.published_reports(connection, run, position, after_step)
+
+    return await shared.store.read(query)

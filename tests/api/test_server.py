@@ -35,7 +35,6 @@ async def test_what_is_not_served_says_so(api: Api, shared_run: str) -> None:
         "Evaluate": api.policies.Evaluate(policy_pb2.EvaluateRequest(policy=policy)),
         "UpdateRun": api.runs.UpdateRun(run_pb2.UpdateRunRequest(run=shared_run)),
         "CheckpointRun": api.runs.CheckpointRun(run_pb2.CheckpointRunRequest(run=shared_run)),
-        "DeleteRun": api.runs.DeleteRun(run_pb2.DeleteRunRequest(run=shared_run)),
     }
     for name, call in calls.items():
         error = await failure(call)

@@ -62,7 +62,11 @@ async def test_runs(client: AsyncClient) -> None:
     assert name in [run.name for run in await client.list_runs()]
     assert await client.list_replicas() == []
     with pytest.raises(NotServedError):
-        await client.delete_run(name)
+        await client.checkpoint_run(name)
+    doomed = await new_run(client)
+    await client.delete_run(doomed)
+    with pytest.raises(NotFoundError):
+        await client.get_run(doomed)
     with pytest.raises(NotFoundError):
         await client.get_run("nobody")
     with pytest.raises(InvalidRequestError) as caught:

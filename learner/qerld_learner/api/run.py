@@ -29,11 +29,10 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         config = run_config(checks, request.config)
         checks.violations.extend(self._service.learner.check_run_config(config))
         checks.done()
+        digest = await self._service.body_hash(request)
         # To its end even when the caller goes away: a run that is stored needs its loops.
         record = await asyncio.shield(
-            self._service.learner.create_run(
-                request.run, request.request_id, body_hash(request), config, request.initial_adapter
-            )
+            self._service.learner.create_run(request.run, request.request_id, digest, config, request.initial_adapter)
         )
         return run_pb2.CreateRunResponse(run=convert.run(record))
 
@@ -88,4 +87,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         raise NotServedError("CheckpointRun", "every version is a checkpoint; DownloadAdapter copies one")
 
     async def DeleteRun(self, request: run_pb2.DeleteRunRequest, context: Context) -> run_pb2.DeleteRunResponse:
-        raise NotServedError("DeleteRun", "PauseRun stops a run")
+        check_mutation(request.run, request.request_id)
+        # To its end even when the caller goes away: what is in memory of the run must go with it.
+        await asyncio.shield(self._service.learner.delete_run(request.run, request.request_id, body_hash(request)))
+        return run_pb2.DeleteRunResponse()

@@ -119,7 +119,7 @@ def store_sampled(connection: Connection, sampled: Sampled) -> bool:
     """Store a finished or failed rollout; returns whether it was the last of its group, which then awaits rewards."""
     now = time.time()
     failed = bool(sampled.problem)
-    connection.execute(
+    stored = connection.execute(
         _STORE_SAMPLED,
         {
             "of_id": sampled.rollout_id,
@@ -137,6 +137,8 @@ def store_sampled(connection: Connection, sampled: Sampled) -> bool:
             "receipt_at": now,
         },
     )
+    if not stored.rowcount:
+        return False  # stored before, or cancelled with its run
     return _finish_group(connection, sampled.rollout_id.rsplit("-", 1)[0], sampled.spans, now)
 
 

@@ -27,10 +27,18 @@ def all_runs(connection: Connection) -> list[RunRecord]:
     return [run_record(row) for row in connection.execute(query).mappings()]
 
 
+def check_name(connection: Connection, name: str) -> None:
+    """Raise `ConflictError` when a run has the name, or had it: receipts and files still speak of that one."""
+    state = connection.execute(select(runs.c.state).where(runs.c.name == name)).scalar_one_or_none()
+    if state == RunState.DELETED:
+        raise ConflictError(f"run {name!r} was deleted, and its receipts and files keep its name; choose another name")
+    if state is not None:
+        raise ConflictError(f"run {name!r} exists already; choose another name, or go on with GetRun")
+
+
 def add_run(connection: Connection, run: RunRecord, first: VersionRecord, folder: str) -> None:
     """Store a run with its version 0. Raises `ConflictError` when the name is taken."""
-    if connection.execute(select(runs.c.seq).where(runs.c.name == run.name)).first() is not None:
-        raise ConflictError(f"run {run.name!r} exists already; choose another name, or go on with GetRun")
+    check_name(connection, run.name)
     connection.execute(
         insert(runs).values(
             name=run.name,
@@ -71,12 +79,12 @@ def resume(connection: Connection, name: str) -> None:
 
 def find_version(connection: Connection, run: str, version: int | None = None) -> tuple[VersionRecord, str]:
     """Return a version (None: the live one) and its folder ("" once collected), or raise `NotFoundError`."""
-    number = find_run(connection, run).live_version if version is None else version
+    live = find_run(connection, run).live_version
+    number = live if version is None else version
     query = select(versions).where(versions.c.run == run, versions.c.version == number)
     # The wire's versions have 64 bits, the store's integers 63.
     row = connection.execute(query).mappings().one_or_none() if number < 1 << 63 else None
     if row is None:
-        find_run(connection, run)
         raise NotFoundError(f"run {run!r} has no version {number}; ListVersions lists them")
     return version_record(row), row["folder"]
 

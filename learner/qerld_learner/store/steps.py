@@ -28,10 +28,11 @@ from .schema import batches, groups, reports, rollouts, runs, versions
 
 TRAINING = "training"
 COMMITTED = "committed"
+ABANDONED = "abandoned"
 
 
 class FencedError(RuntimeError):
-    """Another learner process took the batch over, or a rollback abandoned it; what was trained is discarded."""
+    """Another learner process took the batch over, or its run was deleted; what was trained is discarded."""
 
 
 @dataclass(frozen=True)
