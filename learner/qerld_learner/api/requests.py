@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,8 @@ from qerld_learner.tokens import PromptTokenizer
 MAX_STOPS = 64
 MAX_STOP_STRING = 256
 MAX_OUTCOMES = 4096
+MAX_VALUES = 1 << 18
+"""Rewards by turn or token in one message: the store's one writer takes half a second for so many."""
 MAX_COMPONENTS = 64
 LEAST_LOGPROB = -1000.0
 """Nats. No sampler draws a token of probability e^-1000 (fp32 ends at e^-103): such numbers are sentinels."""
@@ -213,10 +216,15 @@ def _segment(
     )
 
 
-def outcome_count(checks: Checks, count: int) -> None:
-    """Check how many outcomes a message carries."""
-    if not 1 <= count <= MAX_OUTCOMES:
-        checks.add("outcomes", f"must have 1 to {MAX_OUTCOMES} entries, got {count}; split the message")
+def outcome_count(checks: Checks, outcomes: Sequence[reward_pb2.Outcome]) -> None:
+    """Check how much a message carries."""
+    if not 1 <= len(outcomes) <= MAX_OUTCOMES:
+        checks.add("outcomes", f"must have 1 to {MAX_OUTCOMES} entries, got {len(outcomes)}; split the message")
+        return
+    values = sum(len(message.turn_rewards.values) + len(message.token_rewards.values) for message in outcomes)
+    if values > MAX_VALUES:
+        limit = f"must have at most {MAX_VALUES} rewards by turn or token together, got {values}"
+        checks.add("outcomes", f"{limit}; split the message")
 
 
 def outcome(message: reward_pb2.Outcome) -> tuple[records.Outcome | None, tuple[str, str]]:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from qerld.v1 import reward_pb2, reward_pb2_grpc
 
 from qerld_learner.api import convert, requests
-from qerld_learner.api.checks import Checks, body_hash
+from qerld_learner.api.checks import Checks
 from qerld_learner.api.service import Context, Service, check_mutation, check_run
 from qerld_learner.api.streams import Outbox
 from qerld_learner.errors import ConflictError, InvalidRequestError, NotFoundError, PreconditionError, Violation
@@ -27,7 +27,7 @@ class Submission:
 
     def __init__(self, outcomes: Sequence[reward_pb2.Outcome]) -> None:
         checks = Checks()
-        requests.outcome_count(checks, len(outcomes))
+        requests.outcome_count(checks, outcomes)
         checks.done()
         self.outcomes: list[Outcome] = []
         self.positions: list[int] = []
@@ -62,11 +62,12 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def submit(self, request: reward_pb2.SubmitRewardsRequest) -> list[OutcomeAnswer]:
         """Return one answer an outcome, in order, after those that are accepted are durable."""
         check_mutation(request.run, request.request_id)
-        submission = Submission(request.outcomes)
+        submission = await self._service.off_loop(request, Submission, request.outcomes)
         answers = dict(submission.rejected)
         if submission.outcomes:
+            digest = await self._service.body_hash(request)
             stored = await self._service.learner.submit_outcomes(
-                request.run, request.request_id, body_hash(request), submission.outcomes
+                request.run, request.request_id, digest, submission.outcomes
             )
             for index, answer in enumerate(stored):
                 field = submission.path(index, answer.field)
@@ -83,7 +84,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self, request: reward_pb2.CheckRewardsRequest, context: Context
     ) -> reward_pb2.CheckRewardsResponse:
         check_run(request.run)
-        submission = Submission(request.outcomes)
+        submission = await self._service.off_loop(request, Submission, request.outcomes)
         checked = {
             position: CheckedOutcome(answer.rollout_id, answer.answer, ((answer.field, answer.problem),))
             for position, answer in submission.rejected.items()

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from qerld.v1 import rollout_pb2, rollout_pb2_grpc
 
 from qerld_learner.api import convert, requests
-from qerld_learner.api.checks import Checks, body_hash
+from qerld_learner.api.checks import Checks
 from qerld_learner.api.service import Context, Service, check_mutation, check_run
 from qerld_learner.errors import InvalidRequestError, Violation
 from qerld_learner.records import GroupState, TokenDelta
@@ -28,7 +28,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         limits = await self._service.limits(request.run)
         spec = await self._service.tokenise(requests.prompt_spec, checks, request, limits)
         checks.done()
-        events = self._service.learner.sample(request.run, request.request_id, body_hash(request), spec)
+        digest = await self._service.body_hash(request)
+        events = self._service.learner.sample(request.run, request.request_id, digest, spec)
         async for event in events:
             if request.stream_deltas or not isinstance(event, TokenDelta):
                 yield convert.sample_event(event)
@@ -52,9 +53,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             limit = f"must make at most {requests.MAX_ROLLOUTS} rollouts together, got {rollouts}"
             checks.add("prompts", f"{limit}; split the request")
         checks.done()
-        group_ids = await self._service.learner.submit_prompts(
-            request.run, request.request_id, body_hash(request), specs
-        )
+        digest = await self._service.body_hash(request)
+        group_ids = await self._service.learner.submit_prompts(request.run, request.request_id, digest, specs)
         return rollout_pb2.SubmitPromptsResponse(group_ids=group_ids)
 
     async def ImportTrajectories(
@@ -80,9 +80,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         limits = await self._service.limits(request.run)
         spec, trajectories = await self._service.tokenise(requests.imported_group, checks, request, limits)
         checks.done()
-        group = await self._service.learner.import_group(
-            request.run, request.request_id, body_hash(request), spec, trajectories
-        )
+        digest = await self._service.body_hash(request)
+        group = await self._service.learner.import_group(request.run, request.request_id, digest, spec, trajectories)
         return rollout_pb2.ImportedGroup(group_id=group.group_id, rollout_ids=group.rollout_ids)
 
     async def GetRollout(

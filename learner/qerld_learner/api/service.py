@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import grpc.aio
+from google.protobuf.message import Message
 
-from qerld_learner.api.checks import Checks
+from qerld_learner.api.checks import Checks, body_hash
 from qerld_learner.api.requests import PromptLimits
 from qerld_learner.api.streams import Streams
 from qerld_learner.core import Learner
@@ -19,6 +20,8 @@ from qerld_learner.tokens import PromptTokenizer
 
 Context = grpc.aio.ServicerContext[Any, Any]
 T = TypeVar("T")
+LARGE_BYTES = 1 << 18
+"""A message above it is converted and hashed in a thread; for a smaller one the way there and back costs more."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,16 @@ class Service:
     async def tokenise(self, work: Callable[..., T], *arguments: Any) -> T:
         """Return what `work` returns, off the event loop: 4 MB of text take 3 s, and other calls go on."""
         return await asyncio.get_running_loop().run_in_executor(self.tokenising, work, *arguments)
+
+    async def off_loop(self, message: Message, work: Callable[..., T], *arguments: Any) -> T:
+        """Return what `work` on a message returns, off the event loop when it is large: 64 MiB of rewards take 3 s."""
+        if message.ByteSize() <= LARGE_BYTES:
+            return work(*arguments)
+        return await asyncio.to_thread(work, *arguments)
+
+    async def body_hash(self, request: Message) -> str:
+        """Return the hash of a mutation's body."""
+        return await self.off_loop(request, body_hash, request)
 
     @property
     def context(self) -> int:

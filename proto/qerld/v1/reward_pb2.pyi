@@ -283,7 +283,7 @@ class SubmitRewardsRequest(_message.Message):
     """Id of this mutation; the same id and body gets the first answer, another body ALREADY_EXISTS."""
     @_builtins.property
     def outcomes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Outcome]:
-        """Outcomes, each of another rollout; at most 4096."""
+        """Outcomes, each of another rollout; at most 4096, with at most 262144 rewards by turn or token together."""
 
     def __init__(
         self,
@@ -422,7 +422,7 @@ class OutcomeBatch(_message.Message):
     """Id of this mutation."""
     @_builtins.property
     def outcomes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Outcome]:
-        """Outcomes."""
+        """Outcomes; as many as SubmitRewardsRequest takes."""
 
     def __init__(
         self,
@@ -578,7 +578,7 @@ class CheckRewardsRequest(_message.Message):
     """Run of the rollouts."""
     @_builtins.property
     def outcomes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Outcome]:
-        """Outcomes to check."""
+        """Outcomes to check; as many as SubmitRewardsRequest takes."""
 
     def __init__(
         self,
