@@ -30,6 +30,10 @@ from .versions import publish_desired
 
 _log = logging.getLogger(__name__)
 
+LOST_BACKOFF_SECONDS = 0.5
+# Probes that are longer than the server's context, say: imported ones may be.
+_REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE)
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -59,7 +63,9 @@ class Promotion:
             await self._shared.write_patiently(
                 lambda c: runs.set_version_state(c, self._run, staged.version, VersionState.CANARY)
             )
-        verdict = await self._canary(run, staged, folder, probes, ready)
+        while (verdict := await self._canary(run, staged, folder, probes, ready)) is None:
+            await asyncio.sleep(LOST_BACKOFF_SECONDS)
+            ready = await self._loaded(staged)
         self._shared.observer.canary_scored(self._run, verdict.gap, verdict.passed)
         extra = {
             "logprob_gap": verdict.gap,
@@ -100,7 +106,8 @@ class Promotion:
         folder: Path,
         probes: Sequence[RolloutRecord],
         ready: Sequence[Replica],
-    ) -> Verdict:
+    ) -> Verdict | None:
+        """Return the verdict, or None when every server went away before it could say anything."""
         refusals = [
             f"{r.hello.replica_id}: {text}"
             for r in self._shared.pool.all()
@@ -110,11 +117,19 @@ class Promotion:
             return Verdict(math.inf, False, tuple(refusals))
         ours = await trainer_scores(self._shared, run, folder, probes)
         tolerance = canary_tolerance(run.config, self._shared.options.dtype)
-        gaps = await asyncio.gather(*(self._gap(replica, staged.version, probes, ours) for replica in ready))
-        return self._judge(list(zip(ready, gaps, strict=True)), tolerance, refusals)
+        gaps: list[tuple[Replica, float | None]] = []
+
+        async def ask(replica: Replica) -> None:
+            try:
+                gaps.append((replica, await self._gap(replica, staged.version, probes, ours)))
+            except ReplicaLostError as error:
+                _log.warning("policy server %s left during the canary: %s", replica.hello.replica_id, error)
+
+        await asyncio.gather(*map(ask, ready))
+        return self._judge(gaps, tolerance, refusals) if gaps else None
 
     def _judge(self, gaps: Sequence[tuple[Replica, float | None]], tolerance: float, refusals: list[str]) -> Verdict:
-        # None: the server went away during the canary, which says nothing about the version.
+        # None: the server cannot score these probes, which says nothing about the version.
         known = [(replica, gap) for replica, gap in gaps if gap is not None]
         good = [gap for _replica, gap in known if gap <= tolerance]
         bad = [(replica, gap) for replica, gap in known if not gap <= tolerance]
@@ -130,13 +145,16 @@ class Promotion:
     async def _gap(
         self, replica: Replica, version: int, probes: Sequence[RolloutRecord], ours: list[list[float]]
     ) -> float | None:
+        """Return the gap, or None when the server refuses the probes; raises `ReplicaLostError`."""
         if not probes:
             return 0.0
         try:
             pairs = [(probe.prompt_ids, probe.completion_ids) for probe in probes]
             theirs = await replica.client.score(self._run, version, pairs)
-        except (grpc.aio.AioRpcError, ReplicaLostError) as error:
-            _log.warning("policy server %s did not answer the canary: %s", replica.hello.replica_id, error)
+        except grpc.aio.AioRpcError as error:
+            if error.code() not in _REFUSALS:
+                raise ReplicaLostError(f"{error.code().name}: {error.details()}") from error
+            _log.warning("policy server %s refuses the canary: %s", replica.hello.replica_id, error.details())
             return None
         # A server scores every token of a completion.
         return mean_gap(ours, [policy_logprobs(probe, one) for probe, one in zip(probes, theirs, strict=False)])
