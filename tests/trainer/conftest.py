@@ -9,6 +9,7 @@ import pytest
 import torch
 from qerld_kernels.quantizer import quantize_checkpoint
 from qerld_learner.trainer.messages import Group, LoraShape, OptimizerConfig, Rollout, TrainerConfig
+from support.tiny import make_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -28,6 +29,7 @@ def write_tiny_llama(folder: Path) -> Path:
         initializer_range=0.2,
     )
     LlamaForCausalLM(config).save_pretrained(folder / "plain")
+    make_tokenizer().save_pretrained(folder / "plain")  # `quantize_checkpoint` asks for one; nothing here uses it
     quantize_checkpoint(folder / "plain", folder / "nvfp4")
     return folder / "nvfp4"
 
