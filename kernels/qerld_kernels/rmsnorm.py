@@ -28,9 +28,7 @@ def rmsnorm(
         scale = scale + noise
     if unit_offset:
         scale = scale + 1.0
-    x_fp32 = x.float()
-    inverse_rms = torch.rsqrt(x_fp32.square().mean(dim=-1, keepdim=True) + eps)
-    return (x_fp32 * inverse_rms * scale).to(x.dtype)
+    return (torch.nn.functional.rms_norm(x.float(), x.shape[-1:], eps=eps) * scale).to(x.dtype)
 
 
 @torch.library.custom_op("qerld::rmsnorm_slots", mutates_args=())
