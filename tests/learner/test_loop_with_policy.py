@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -260,31 +258,6 @@ async def test_rollouts_wait_for_a_server_and_go_on_with_the_next_one(loop: Loop
 async def _all(learner: Learner, run: str, wanted: object) -> list[RolloutRecord]:
     events = learner.sample(run, new_id(), "hash", wanted)  # type: ignore[arg-type]
     return [event.rollout async for event in events if isinstance(event, RolloutFinished)]
-
-
-async def test_a_killed_trainer_costs_nothing(loop: Loop) -> None:
-    learner = loop.learner
-    run = await new_run(learner, max_steps=2)
-
-    killed: list[int] = []
-
-    async def kill() -> None:
-        while len(killed) < 2:
-            groups, _ = await learner.list_groups(run, None, 0, "")
-            pid = learner.trainer_pid
-            if pid is not None and pid not in killed and any(group.state == "batched" for group in groups):
-                os.kill(pid, signal.SIGKILL)
-                killed.append(pid)
-            await asyncio.sleep(0.005)
-
-    async with loop.policy():
-        killer = asyncio.create_task(kill())
-        reports = await train(learner, run, 2)
-        killer.cancel()
-    assert killed
-    assert [report.step for report in reports] == [1, 2]
-    counts = [group.state for group in (await learner.list_groups(run, None, 0, ""))[0]]
-    assert counts.count("trained") == 4
 
 
 async def test_a_version_beyond_the_canary_goes_back(loop: Loop) -> None:
