@@ -12,19 +12,18 @@ from .groups import lag
 from .records import RolloutRecord
 from .store.rewards import stored_rewards
 from .store.rollouts import group_rollouts
-from .store.runs import all_versions
+from .store.runs import find_version
 from .store.steps import Batch
 from .trainer.messages import Group, Rollout
 
 
 @dataclass(frozen=True)
 class BatchData:
-    """A batch with everything that training needs; `made_at_step` maps versions to their learner steps."""
+    """A batch with everything that training needs."""
 
     batch: Batch
     groups: tuple[tuple[RolloutRecord, ...], ...]
     rewards: Mapping[str, float]
-    made_at_step: Mapping[int, int]
     parent_folder: str
 
 
@@ -36,10 +35,8 @@ def load(connection: Connection, batch: Batch) -> BatchData:
         members = group_rollouts(connection, group_id)
         groups.append(tuple(member for member in members if member.rollout_id in rewards[group_id]))
     by_rollout = {rollout_id: reward for group in rewards.values() for rollout_id, reward in group.items()}
-    versions = all_versions(connection, batch.run)
-    folders = {record.version: folder for record, folder in versions}
-    steps = {record.version: record.step for record, _folder in versions}
-    return BatchData(batch, tuple(groups), by_rollout, steps, folders[batch.parent])
+    _parent, folder = find_version(connection, batch.run, batch.parent)
+    return BatchData(batch, tuple(groups), by_rollout, folder)
 
 
 def trainer_groups(data: BatchData) -> list[Group]:
@@ -66,10 +63,9 @@ def trainable_mask(record: RolloutRecord) -> list[bool] | None:
 
 
 def lags(data: BatchData) -> list[int]:
-    """Return the lag of every span that a policy made, in learner steps."""
-    parent = data.made_at_step[data.batch.parent]
+    """Return the lag of every span that a policy made, in versions."""
     spans = [span for group in data.groups for record in group for span in record.spans if not span.environment]
-    return [lag(parent, data.made_at_step[span.version]) for span in spans]
+    return [lag(data.batch.parent, span.version) for span in spans]
 
 
 def report_metrics(

@@ -10,7 +10,7 @@ from .signals import Signal
 
 
 def capacity(config: RunConfig) -> int:
-    """Return how many groups may be sampled, awaiting rewards or ready: what trains within `max_lag` steps."""
+    """Return how many groups may be sampled, awaiting rewards or ready: what trains within a lag of `max_lag`."""
     return config.groups_per_step * (config.max_lag + 1)
 
 

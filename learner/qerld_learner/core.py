@@ -16,7 +16,7 @@ from sqlalchemy import Connection
 
 from .creation import RunCreator, slots_of_all
 from .deletion import RunDeleter
-from .errors import InvalidRequestError, NotFoundError, Violation
+from .errors import InvalidRequestError, NotFoundError, PreconditionError, Violation
 from .fingerprints import fingerprints_of
 from .groups import would_be_advantages
 from .intake import Intake
@@ -370,13 +370,17 @@ class Learner:
         ]
         records = await self._shared.store.read(runs.all_runs)
         rank = max((run.config.lora_rank for run in records), default=0)
-        check_hello(hello, expected, await slots_of_all(self._shared), rank)
+        try:
+            check_hello(hello, expected, await slots_of_all(self._shared), rank)
+        except PreconditionError as error:
+            self._shared.pool.refuse(hello, str(error))
+            raise
         await publish_desired(self._shared)
         return await self._shared.pool.attach(hello)
 
     def replicas(self) -> list[ReplicaInfo]:
-        """Return the attached policy servers."""
-        return [replica.info() for replica in self._shared.pool.all()]
+        """Return the attached policy servers, and then those that were refused lately."""
+        return [*(replica.info() for replica in self._shared.pool.all()), *self._shared.pool.refused()]
 
 
 def _check_count(outcomes: Sequence[Outcome]) -> None:

@@ -75,12 +75,12 @@ def receipts_on(verdict: Verdict, members: Sequence[Member]) -> dict[str, Receip
     return {m.rollout_id: state for m in members if m.reward is not None or not m.resolved}
 
 
-def lag(parent_step: int, made_step: int) -> int:
-    """Return the lag, in learner steps, of tokens that the version of `made_step` made when `parent_step`'s trains.
+def lag(learner_version: int, made_by: int) -> int:
+    """Return the lag, in versions, of tokens of the version `made_by` when `learner_version` is trained on.
 
-    Steps rather than version numbers: a rollback's version has a higher number but its ancestor's step and weights.
+    A version that a rollback published counts like any other, although its weights are an ancestor's.
     """
-    return max(0, parent_step - made_step)
+    return max(0, learner_version - made_by)
 
 
 def would_be_advantages(advantage: str, rewards: Mapping[str, float]) -> dict[str, float]:

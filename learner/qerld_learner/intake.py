@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator, Sequence
 from contextlib import aclosing
 
 from sqlalchemy import Connection
 
-from .errors import InvalidRequestError, PreconditionError, Violation
+from .errors import InvalidRequestError, PreconditionError, RetryLaterError, Violation
+from .options import LearnerOptions
 from .records import (
     GroupOpened,
     GroupRecord,
@@ -30,7 +31,7 @@ from .store import rollouts as stored
 from .store.requests import answered, once
 from .store.rollouts import Sampled
 from .store.rows import rollout_ids
-from .store.runs import all_versions, find_run
+from .store.runs import find_run, find_versions, next_version_number
 
 _EMPTY = "must have at least one token, got none; send messages, text or ids"
 
@@ -69,6 +70,8 @@ class Intake:
         record = await self._shared.store.read(lambda connection: find_run(connection, run))
         require_running(record)
         check_prompt(record, prompt, self._shared.pool.max_model_len())
+        if obstacle := self._shared.pool.obstacle():
+            raise PreconditionError(f"nothing can be sampled: {obstacle}; ListReplicas lists the policy servers")
         options = self._shared.options
         await self._shared.runs[run].buffer.reserve(options.admission_timeout, options.admission_retry)
         # To its end even when the caller goes away: a group that is stored is sampled.
@@ -116,6 +119,10 @@ class Intake:
         self, run: str, request_id: str, body_hash: str, prompts: Sequence[PromptSpec]
     ) -> list[str]:
         """See `Learner.submit_prompts`."""
+        options = self._shared.options
+        if len(prompts) > options.queue_limit:
+            text = f"must be at most {options.queue_limit} (queue_limit), got {len(prompts)}; send several requests"
+            raise InvalidRequestError([Violation("prompts", text)])
         record = await self._shared.store.read(lambda connection: find_run(connection, run))
         for index, prompt in enumerate(prompts):
             check_prompt(record, prompt, self._shared.pool.max_model_len(), f"prompts[{index}].")
@@ -123,6 +130,7 @@ class Intake:
         def mutation(connection: Connection) -> list[str]:
             def add() -> list[str]:
                 require_running(find_run(connection, run))
+                _check_queue(connection, run, len(prompts), options)
                 deadline = record.config.reward_deadline
                 return [
                     stored.add_group(connection, run, prompt, deadline, record.live_version, GroupState.QUEUED)
@@ -172,9 +180,10 @@ class Intake:
 
             def add() -> str:
                 require_running(record)
-                versions = {v.version: v.noise for v, _folder in all_versions(connection, run)}
-                check_trajectories(prompt, trajectories, versions)
-                return _store_import(connection, record, prompt, trajectories, versions)
+                noises = _noises(connection, run, trajectories)
+                newest = next_version_number(connection, run) - 1
+                check_trajectories(prompt, trajectories, noises, newest)
+                return _store_import(connection, record, prompt, trajectories, noises)
 
             group_id, repeated = once(connection, run, request_id, body_hash, add)
             return stored.find_group(connection, group_id), repeated
@@ -191,8 +200,23 @@ class Intake:
 
 
 def _has_queued(connection: Connection, run: str) -> bool:
-    running = find_run(connection, run).state is RunState.RUNNING
-    return running and stored.count_groups(connection, run)[GroupState.QUEUED] > 0
+    return find_run(connection, run).state is RunState.RUNNING and stored.count_queued(connection, run, 1) > 0
+
+
+def _check_queue(connection: Connection, run: str, more: int, options: LearnerOptions) -> None:
+    queued = stored.count_queued(connection, run, options.queue_limit)
+    if queued + more > options.queue_limit:
+        raise RetryLaterError(
+            f"run {run!r} has {queued} groups queued and would have {queued + more}, the limit is"
+            f" {options.queue_limit} (queue_limit); they are sampled as outcomes make room: try again, or send fewer",
+            retry_after=options.admission_retry,
+        )
+
+
+def _noises(connection: Connection, run: str, trajectories: Sequence[TrajectorySpec]) -> dict[int, NoiseRecord]:
+    """Return the noise of the versions that made trajectories, by number; versions that never were are left out."""
+    made_by = {segment.version for trajectory in trajectories for segment in trajectory.segments if segment.trainable}
+    return {number: record.noise for number, (record, _folder) in find_versions(connection, run, made_by).items()}
 
 
 def _store_import(
@@ -269,9 +293,9 @@ def check_prompt(run: RunRecord, prompt: PromptSpec, max_model_len: int | None, 
 
 
 def check_trajectories(
-    prompt: PromptSpec, trajectories: Sequence[TrajectorySpec], versions: dict[int, NoiseRecord]
+    prompt: PromptSpec, trajectories: Sequence[TrajectorySpec], known: Collection[int], newest: int
 ) -> None:
-    """Raise `InvalidRequestError` with everything wrong with an imported group."""
+    """Raise `InvalidRequestError` with everything wrong with an imported group; `known` of its versions exist."""
     wrong = [] if prompt.prompt_ids else [Violation("prompt", _EMPTY)]
     if len(trajectories) < 2:
         text = f"must be at least 2, got {len(trajectories)}; advantages are relative to the group"
@@ -280,12 +304,12 @@ def check_trajectories(
         text = f"must be the number of trajectories, {len(trajectories)}, got {prompt.group_size}; send all of them"
         wrong.append(Violation("group_size", text))
     for index, trajectory in enumerate(trajectories):
-        wrong.extend(_wrong_segments(f"trajectories[{index}]", trajectory, versions))
+        wrong.extend(_wrong_segments(f"trajectories[{index}]", trajectory, known, newest))
     if wrong:
         raise InvalidRequestError(wrong)
 
 
-def _wrong_segments(path: str, trajectory: TrajectorySpec, versions: dict[int, NoiseRecord]) -> list[Violation]:
+def _wrong_segments(path: str, trajectory: TrajectorySpec, known: Collection[int], newest: int) -> list[Violation]:
     wrong = []
     if not any(segment.trainable and segment.ids for segment in trajectory.segments):
         text = "must hold at least one trainable token, got none: without one there is nothing to train; leave it out"
@@ -303,7 +327,7 @@ def _wrong_segments(path: str, trajectory: TrajectorySpec, versions: dict[int, N
         if not all(math.isfinite(value) and value <= 1e-6 for value in segment.logprobs):
             text = "must be finite and ≤ 0; send natural logarithms after temperature"
             wrong.append(Violation(f"{at}.logprobs", text))
-        if segment.version not in versions:
-            text = f"must be a version of the run ({min(versions)} to {max(versions)}), got {segment.version}"
+        if segment.version not in known:
+            text = f"must be a version of the run (0 to {newest}), got {segment.version}"
             wrong.append(Violation(f"{at}.version", f"{text}; ListVersions lists them"))
     return wrong

@@ -1,6 +1,8 @@
 """The control loop of one run: promote what is staged, train what is batched, batch what is ready.
 
 The parent of a step is always live (`max_unpromoted` = 1), so one step at a time is between batch and promotion.
+A run that is paused, by a client or by a failure, does none of it: a step in progress is finished, its version waits
+STAGED, and a version whose canary was going on has it again when the run goes on.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from sqlalchemy import Connection
 
 from . import batches
 from .errors import RetryLaterError
-from .promotion import Promotion
+from .promotion import NotRunningError, Promotion, UnansweredError
 from .records import RolloutRecord, RunRecord, RunState, StepReport, VersionRecord, VersionState
 from .run_options import noise_of, trainer_config
 from .shared import Shared
@@ -31,7 +33,14 @@ _log = logging.getLogger(__name__)
 
 # After this many rollbacks in a row something other than one step's weights is wrong.
 MOST_ROLLBACKS = 2
-FAULT_BACKOFF_SECONDS = 2.0
+# Canaries in a row that no server answered (the version may be what ends them), and failures of the loop itself, with
+# 0.5, 1, 2, … seconds between them: half a minute in all, after which a server that is gone is detached.
+MOST_UNANSWERED = 7
+MOST_FAULTS = 7
+FAULT_BACKOFF_SECONDS = 0.5
+LONGEST_BACKOFF_SECONDS = 30.0
+# Groups that are closed in one transaction when their deadlines pass: others must be able to write, too.
+EXPIRED_AT_ONCE = 256
 
 
 class RunLoop:
@@ -43,31 +52,41 @@ class RunLoop:
         self._pulse = shared.runs[run]
         self._promotion = Promotion(shared, run)
         self._rollbacks = 0
+        self._unanswered = 0
+        self._faults = 0
         self._waiting_since = time.time()
 
     async def drive(self) -> None:
-        """Go on for ever. Unexpected errors are logged and the step is tried again, from the store."""
+        """Go on for ever. After an unexpected error the turn begins again, from the store; after several it pauses."""
         while True:
             seen = self._pulse.work.count
             try:
                 if not await self._turn():
                     await self._pulse.work.wait(seen, at_most=5.0)
+                self._faults = 0
             except RetryLaterError as error:
                 self._pulse.waiting_for = str(error)
                 await asyncio.sleep(error.retry_after)
-            except Exception:
-                _log.exception("the loop of run %s failed and begins its turn again", self._run)
-                self._pulse.waiting_for = "the control loop failed, see the learner's log; it tries again"
-                await asyncio.sleep(FAULT_BACKOFF_SECONDS)
+            except Exception as error:
+                await self._fault(error)
+
+    async def _fault(self, error: Exception) -> None:
+        self._faults += 1
+        _log.error("the loop of run %s failed and begins its turn again", self._run, exc_info=error)
+        self._pulse.waiting_for = "the control loop failed, see the learner's log; it tries again"
+        if self._faults >= MOST_FAULTS:
+            self._faults = 0
+            await self._pause(f"the control loop failed {MOST_FAULTS} times in a row: {type(error).__name__}: {error}")
+        await asyncio.sleep(backoff(self._faults))
 
     async def _turn(self) -> bool:
         """Do the next thing; returns whether there was something to do."""
-        run, newest, batch = await self._shared.store.write(self._look)
+        run, newest, batch = await self._shared.store.read(self._look)
+        if run.state is not RunState.RUNNING:
+            return False
         if newest.state in (VersionState.STAGED, VersionState.CANARY):
             await self._promote(newest)
             return True
-        if run.state is not RunState.RUNNING:
-            return False
         if batch is None:
             batch = await self._next_batch(run)
         if batch is None:
@@ -76,7 +95,7 @@ class RunLoop:
         return True
 
     def _look(self, connection: Connection) -> tuple[RunRecord, VersionRecord, Batch | None]:
-        batch = steps.open_batch(connection, self._run, self._shared.fence)
+        batch = steps.open_batch(connection, self._run)
         return runs.find_run(connection, self._run), runs.newest_version(connection, self._run), batch
 
     async def _next_batch(self, run: RunRecord) -> Batch | None:
@@ -91,6 +110,9 @@ class RunLoop:
         return batch
 
     async def _train(self, run: RunRecord, batch: Batch) -> None:
+        fence = self._shared.fence
+        if not await self._shared.store.write(lambda connection: steps.begin_training(connection, batch, fence)):
+            return
         data = await self._shared.store.read(lambda connection: batches.load(connection, batch))
         folder = version_folder(self._run, batch.version)
         wait = max(0.0, time.time() - self._waiting_since)
@@ -167,8 +189,14 @@ class RunLoop:
             live = await self._promotion.promote(staged, self._shared.options.state_dir / folder, probes)
         except (TrainerFailure, TrainerDiedError) as error:
             await self._pause(f"the canary of version {staged.version} failed in the trainer: {error}")
-            await asyncio.sleep(FAULT_BACKOFF_SECONDS)
             return
+        except NotRunningError:
+            self._pulse.waiting_for = ""
+            return
+        except UnansweredError as error:
+            await self._canary_unanswered(error)
+            return
+        self._unanswered = 0
         if trained:
             self._rollbacks = 0 if live else self._rollbacks + 1
         if self._rollbacks >= MOST_ROLLBACKS:
@@ -176,6 +204,15 @@ class RunLoop:
             await self._pause(f"{MOST_ROLLBACKS} versions in a row were rolled back by the canary; see the log")
         run = await self._shared.store.read(lambda connection: runs.find_run(connection, self._run))
         await collect_versions(self._shared, self._run, run.config.max_lag)
+
+    async def _canary_unanswered(self, error: UnansweredError) -> None:
+        self._unanswered += 1
+        self._pulse.waiting_for = str(error)
+        if self._unanswered >= MOST_UNANSWERED:
+            self._unanswered = 0
+            await self._pause(f"{error}, {MOST_UNANSWERED} times in a row")
+            return
+        await asyncio.sleep(backoff(self._unanswered))
 
     def _probes(self, connection: Connection, staged: VersionRecord) -> tuple[str, bool, list[RolloutRecord]]:
         """Return the version's folder, whether a step made it, and rollouts to score: of its batch or the newest."""
@@ -201,7 +238,7 @@ async def expire_overdue(shared: Shared) -> None:
     """Close groups whose reward deadline has passed, once a half second, for ever."""
     while True:
         await asyncio.sleep(0.5)
-        overdue = await shared.store.read(rewards.overdue_groups)
+        overdue = await shared.store.read(lambda connection: rewards.overdue_groups(connection, EXPIRED_AT_ONCE))
         for run in sorted({run for run, _group in overdue}):
             ids = [group_id for of, group_id in overdue if of == run]
             await _expire(shared, run, ids)
@@ -223,6 +260,11 @@ async def keep_desired(shared: Shared) -> None:
     while True:
         await publish_desired(shared)
         await asyncio.sleep(2.0)
+
+
+def backoff(failures: int) -> float:
+    """Return how many seconds to wait after so many failures in a row."""
+    return float(min(FAULT_BACKOFF_SECONDS * 2 ** (failures - 1), LONGEST_BACKOFF_SECONDS))
 
 
 def _clear(folder: Path) -> None:

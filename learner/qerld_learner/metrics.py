@@ -35,8 +35,8 @@ STEP_GAUGES: dict[str, str] = {
     "grad_norm": "Gradient norm before clipping.",
     "loss": "Loss of the last step.",
     "sigma": "Standard deviation of the noise of the newest version.",
-    "lag_mean": "Mean lag of the trained groups, in versions.",
-    "lag_max": "Largest lag of the trained groups, in versions.",
+    "lag_mean": "Mean lag of the trained spans: learner version minus the version that made them.",
+    "lag_max": "Largest lag of the trained spans: learner version minus the version that made them.",
     "zero_variance_share": "Share of ready groups whose rewards were all equal, since the step before.",
 }
 """Step metric (as in `qerld.v1.RunReport`) → help of the gauge `qerld_<name>`."""
@@ -48,6 +48,7 @@ OPEN_STATES = (
     GroupState.READY,
     GroupState.BATCHED,
 )
+REPLICA_STATES = ("serving", "loading", "quarantined", "refused")
 
 
 class LearnerMetrics(Observer):
@@ -110,7 +111,7 @@ class LearnerMetrics(Observer):
         self._groups = self._counter("qerld_groups_total", "Groups that left the buffer, by how.", ("run", "how"))
         self._buffer = self._gauge("qerld_buffer_groups", "Groups in the buffer, by state.", ("run", "state"))
         self._capacity = self._gauge("qerld_buffer_capacity_groups", "Groups that the buffer holds.", ("run",))
-        self._replicas = self._gauge("qerld_replicas", "Policy servers attached, by state.", ("state",))
+        self._replicas = self._gauge("qerld_replicas", "Policy servers, by state.", ("state",))
         self._mutations = self._counter("qerld_store_mutations_total", "Mutations committed to the store.")
         self._commit = self._histogram("qerld_store_commit_seconds", "Seconds of a store commit.", (), RPC_BUCKETS)
 
@@ -183,10 +184,10 @@ class LearnerMetrics(Observer):
         for state in OPEN_STATES:
             self._buffer.labels(label, state.value).set(groups.get(state.value, 0))
 
-    def set_replicas(self, serving: int, loading: int, quarantined: int) -> None:
+    def set_replicas(self, counts: Mapping[str, int]) -> None:
         """Set how many policy servers are in which state."""
-        for state, count in (("serving", serving), ("loading", loading), ("quarantined", quarantined)):
-            self._replicas.labels(state).set(count)
+        for state in REPLICA_STATES:
+            self._replicas.labels(state).set(counts.get(state, 0))
 
 
 @contextmanager

@@ -22,7 +22,8 @@ class LearnerOptions:
         activation_checkpointing: Recompute layers in the trainer's backward.
         trainer_threads: OMP threads of the trainer; None leaves the environment's.
         admission_timeout: How long Sample waits for room in a run's buffer.
-        admission_retry: RetryInfo of a Sample that found no room.
+        admission_retry: RetryInfo of a Sample or SubmitPrompts that found no room.
+        queue_limit: Groups of a run that SubmitPrompts may have queued.
         lease: How long a reward worker may keep a rollout, unless it says otherwise.
         keep_versions: Newest versions whose folders are kept, beside pinned and referenced ones.
         canary_probes: Rollouts of the trained batch that the canary scores, and the trainer for `behaviour_gap`.
@@ -40,6 +41,7 @@ class LearnerOptions:
     trainer_threads: int | None = None
     admission_timeout: float = 30.0
     admission_retry: float = 2.0
+    queue_limit: int = 8192
     lease: float = 60.0
     keep_versions: int = 6
     canary_probes: int = 4

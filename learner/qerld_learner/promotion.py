@@ -2,8 +2,9 @@
 
 The canary scores a few rollouts of the batch that made the version, without noise and at temperature 1, once by the
 trainer and once by every server that has it. A server that differs is quarantined; when none agrees, the version is
-rolled back: a new version republishes its parent's weights. While the servers load, the trainer scores the same
-rollouts under the versions that sampled them (`behaviour_gap`).
+rolled back: a new version republishes its parent's weights. When none answers there is no verdict. While the servers
+load, the trainer scores the same rollouts under the versions that sampled them (`behaviour_gap`). No version of a run
+that is paused changes its state.
 """
 
 from __future__ import annotations
@@ -30,9 +31,16 @@ from .versions import publish_desired
 
 _log = logging.getLogger(__name__)
 
-LOST_BACKOFF_SECONDS = 0.5
 # Probes that are longer than the server's context, say: imported ones may be.
 _REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE)
+
+
+class NotRunningError(Exception):
+    """The run was paused meanwhile; its version stays as it is."""
+
+
+class UnansweredError(Exception):
+    """Every server that had the version was gone before it answered the canary."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,10 @@ class Promotion:
         self._run = run
 
     async def promote(self, staged: VersionRecord, folder: Path, probes: Sequence[RolloutRecord]) -> bool:
-        """Bring a version live, waiting for a server as long as it takes; returns False when it was rolled back."""
+        """Bring a version live, waiting for a server as long as it takes; returns False when it was rolled back.
+
+        Raises `NotRunningError` and `UnansweredError`: then the version waits for another attempt.
+        """
         run = await self._shared.store.read(lambda connection: runs.find_run(connection, self._run))
         begun = time.time()
         await publish_desired(self._shared)
@@ -60,12 +71,8 @@ class Promotion:
         ready = await self._loaded(staged)
         loaded = time.time()
         if staged.state is VersionState.STAGED:
-            await self._shared.write_patiently(
-                lambda c: runs.set_version_state(c, self._run, staged.version, VersionState.CANARY)
-            )
-        while (verdict := await self._canary(run, staged, folder, probes, ready)) is None:
-            await asyncio.sleep(LOST_BACKOFF_SECONDS)
-            ready = await self._loaded(staged)
+            await self._shared.write_patiently(lambda c: self._begin_canary(c, staged.version))
+        verdict = await self._canary(run, staged, folder, probes, ready)
         self._shared.observer.canary_scored(self._run, verdict.gap, verdict.passed)
         extra = {
             "logprob_gap": verdict.gap,
@@ -86,18 +93,27 @@ class Promotion:
         pulse = self._shared.runs[self._run]
         while True:
             seen = pool.changed.count
+            await self._shared.store.read(self._require_running)
             replicas = [r for r in pool.all() if not r.quarantine and not r.reported.error]
             ready = [r for r in replicas if r.serves(self._run, staged.version)]
             refused = [r for r in replicas if r.refusal(self._run, staged.version)]
             if replicas and len(ready) + len(refused) == len(replicas):
                 pulse.waiting_for = ""
                 return ready
-            pulse.waiting_for = (
-                f"policy servers to load version {staged.version}: {len(ready)} of {len(replicas)} have it"
-                if replicas
-                else f"a policy server for version {staged.version}; none is attached and healthy"
-            )
+            have = f"policy servers to load version {staged.version}: {len(ready)} of {len(replicas)} have it"
+            none = f"a policy server for version {staged.version}; {pool.obstacle() or 'none is attached and healthy'}"
+            pulse.waiting_for = have if replicas else none
             await pool.changed.wait(seen, at_most=1.0)
+
+    def _require_running(self, connection: Connection) -> RunRecord:
+        run = runs.find_run(connection, self._run)
+        if run.state is not RunState.RUNNING:
+            raise NotRunningError
+        return run
+
+    def _begin_canary(self, connection: Connection, version: int) -> None:
+        self._require_running(connection)
+        runs.set_version_state(connection, self._run, version, VersionState.CANARY)
 
     async def _canary(
         self,
@@ -106,8 +122,8 @@ class Promotion:
         folder: Path,
         probes: Sequence[RolloutRecord],
         ready: Sequence[Replica],
-    ) -> Verdict | None:
-        """Return the verdict, or None when every server went away before it could say anything."""
+    ) -> Verdict:
+        """Return the verdict; raises `UnansweredError` when every server went away before it could say anything."""
         refusals = [
             f"{r.hello.replica_id}: {text}"
             for r in self._shared.pool.all()
@@ -126,7 +142,10 @@ class Promotion:
                 _log.warning("policy server %s left during the canary: %s", replica.hello.replica_id, error)
 
         await asyncio.gather(*map(ask, ready))
-        return self._judge(gaps, tolerance, refusals) if gaps else None
+        if not gaps:
+            names = ", ".join(replica.hello.replica_id for replica in ready)
+            raise UnansweredError(f"no policy server answered the canary ({names} went away)")
+        return self._judge(gaps, tolerance, refusals)
 
     def _judge(self, gaps: Sequence[tuple[Replica, float | None]], tolerance: float, refusals: list[str]) -> Verdict:
         # None: the server cannot score these probes, which says nothing about the version.
@@ -161,10 +180,10 @@ class Promotion:
 
     async def _go_live(self, staged: VersionRecord, extra: dict[str, float], seconds: float) -> None:
         def mutation(connection: Connection) -> StepReport | None:
+            run = self._require_running(connection)
             runs.make_live(connection, self._run, staged.version)
-            run = runs.find_run(connection, self._run)
             last = run.config.max_steps
-            if last and staged.step >= last and run.state is RunState.RUNNING:
+            if last and staged.step >= last:
                 runs.set_state(connection, self._run, RunState.COMPLETED, f"max_steps = {last} reached")
             return self._publish(connection, staged, extra, seconds)
 
@@ -174,9 +193,9 @@ class Promotion:
 
     async def _go_back(self, staged: VersionRecord, verdict: Verdict, extra: dict[str, float], seconds: float) -> None:
         why = "; ".join(verdict.failures)
-        _log.error("version %d of run %s is rolled back: %s", staged.version, self._run, why)
 
         def mutation(connection: Connection) -> tuple[StepReport | None, Closed, int]:
+            self._require_running(connection)
             closed = Closed()
             groups = len(steps.batch_groups(connection, self._run, staged.version))
             if steps.find_report(connection, self._run, staged.version) is not None:
@@ -189,6 +208,7 @@ class Promotion:
             return self._publish(connection, staged, extra | {"reverted": 1.0}, seconds), closed, groups
 
         report, closed, groups = await self._shared.write_patiently(mutation)
+        _log.error("version %d of run %s was rolled back: %s", staged.version, self._run, why)
         self._shared.publish(self._run, closed)
         for _group in range(groups):
             self._shared.observer.group_closed(self._run, "reverted")

@@ -31,15 +31,24 @@ _FINISH_REASONS = {
 }
 
 
+# A refused server tries again every few seconds; one that was not heard of for so long is gone.
+REFUSAL_SECONDS = 60.0
+MOST_REFUSALS = 16
+
+
 @dataclass(frozen=True)
 class ReplicaInfo:
-    """A policy server that is attached; `loaded` are the (run, version) pairs that it serves."""
+    """A policy server that is attached, or was refused lately (`refused_reason` is "" when attached).
+
+    `loaded` are the (run, version) pairs that it serves.
+    """
 
     hello: ReplicaHello
-    loaded: tuple[tuple[str, int], ...]
-    reconciled: bool
-    in_flight: int
-    quarantine_reason: str
+    loaded: tuple[tuple[str, int], ...] = ()
+    reconciled: bool = False
+    in_flight: int = 0
+    quarantine_reason: str = ""
+    refused_reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -187,6 +196,8 @@ class ReplicaPool:
     def __init__(self) -> None:
         self.changed = Signal()
         self._replicas: dict[str, Replica] = {}
+        # By endpoint, newest last: who was refused, why, and when (monotonic).
+        self._refusals: dict[str, tuple[ReplicaInfo, float]] = {}
         self._desired_changed = Signal()
         # Grows over restarts of the learner, too: servers keep running and compare generations.
         self._generation = time.time_ns() // 1_000_000
@@ -222,8 +233,30 @@ class ReplicaPool:
         """Return the smallest max_lora_rank of the attached servers."""
         return min((replica.hello.max_lora_rank for replica in self._replicas.values()), default=None)
 
+    def refuse(self, hello: ReplicaHello, reason: str) -> None:
+        """Remember for a while that a server may not attach, and why."""
+        self._refusals.pop(hello.endpoint, None)
+        self._refusals[hello.endpoint] = (ReplicaInfo(hello, refused_reason=reason), time.monotonic())
+        while len(self._refusals) > MOST_REFUSALS:
+            del self._refusals[next(iter(self._refusals))]
+
+    def refused(self) -> list[ReplicaInfo]:
+        """Return the servers that were refused lately, the last one first."""
+        since = time.monotonic() - REFUSAL_SECONDS
+        return [info for info, at in reversed(self._refusals.values()) if at >= since]
+
+    def obstacle(self) -> str:
+        """Return why no server can sample, "" when one can or may soon: then it is worth waiting."""
+        if any(not replica.quarantine for replica in self.all()):
+            return ""
+        found = [f"policy server {replica.hello.replica_id}: {replica.quarantine}" for replica in self.all()]
+        if refused := self.refused():
+            found.append(f"the last policy server that tried to attach was refused: {refused[0].refused_reason}")
+        return "; ".join(found)
+
     async def attach(self, hello: ReplicaHello) -> ReplicaSession:
         """Take a server in; one with the same id or endpoint takes the place of the older one."""
+        self._refusals.pop(hello.endpoint, None)
         for older in self.all():
             if hello.replica_id == older.hello.replica_id or hello.endpoint == older.hello.endpoint:
                 await self.detach(older)

@@ -122,7 +122,8 @@ class Sampler:
                 pulse.waiting_for = ""
                 await self._resample_with(group, live, missing)
                 return replica, live
-            pulse.waiting_for = f"a policy server that serves version {live}; {len(pool.all())} attached"
+            why = pool.obstacle() or f"{len(pool.all())} attached"
+            pulse.waiting_for = f"a policy server that serves version {live}; {why}"
             await pool.changed.wait(seen, at_most=1.0)
 
     async def _resample_with(self, group: OpenGroup, version: int, missing: set[int]) -> None:

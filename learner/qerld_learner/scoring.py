@@ -55,14 +55,16 @@ async def behaviour_gap(shared: Shared, run: RunRecord, rollouts: Sequence[Rollo
     The sampler's numbers are those that it recorded while sampling. Left out are rollouts of several versions, whose
     later tokens saw keys and values of the earlier ones, and those whose version's folder is gone. None: none is left.
     """
-    versions = await shared.store.read(lambda connection: runs.all_versions(connection, run.name))
-    folders = {record.version: folder for record, folder in versions if folder}
+    by_policy = _by_policy(rollouts)
+    made_by = {version for version, _noise in by_policy}
+    versions = await shared.store.read(lambda connection: runs.find_versions(connection, run.name, made_by))
     ours: list[list[float]] = []
     theirs: list[list[float]] = []
-    for (version, noise), members in _by_policy(rollouts).items():
-        if version not in folders:
+    for (version, noise), members in by_policy.items():
+        _record, kept = versions[version]
+        if not kept:
             continue
-        folder = shared.options.state_dir / folders[version]
+        folder = shared.options.state_dir / kept
         try:
             ours += await trainer_scores(shared, run, folder, members, noise=noise, temperature=run.config.temperature)
         except TrainerFailure as error:  # a metric must not stop the run

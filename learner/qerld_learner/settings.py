@@ -58,6 +58,7 @@ class LearnerSettings(BaseSettings):
     )
     trainer_threads: int | None = Field(None, ge=1, description="CPU threads of the trainer; unset: all.")
     admission_timeout: float = Field(30.0, gt=0, description="How long Sample waits for room in a run's buffer.")
+    queue_limit: int = Field(8192, ge=1, description="Groups of a run that SubmitPrompts may have queued.")
     lease: float = Field(
         60.0, gt=0, description="How long a reward worker may keep a rollout, unless it says otherwise."
     )
@@ -77,7 +78,7 @@ class LearnerSettings(BaseSettings):
         device = self.device if self.device != "auto" else "cuda" if Path("/dev/nvidia0").exists() else "cpu"
         dtype = self.dtype if self.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
         same = ("state_dir", "store_url", "token_budget", "cache_dequantized", "activation_checkpointing")
-        more = ("trainer_threads", "admission_timeout", "lease", "keep_versions", "canary_probes")
+        more = ("trainer_threads", "admission_timeout", "queue_limit", "lease", "keep_versions", "canary_probes")
         return LearnerOptions(
             base_model=self.model,
             device=device,

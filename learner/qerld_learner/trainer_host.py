@@ -9,7 +9,9 @@ from .observer import Observer
 from .trainer.client import TrainerDiedError, TrainerProcess
 from .trainer.messages import Progress, Reply, Request
 
+# Doubled with each death in a row: what kills a trainer at once must not start one process after the other.
 RESTART_SECONDS = 1.0
+LONGEST_RESTART_SECONDS = 30.0
 
 
 class TrainerHost:
@@ -52,7 +54,7 @@ class TrainerHost:
                     self._observer.trainer_died()
                     if attempt == attempts:
                         raise
-                    await asyncio.sleep(RESTART_SECONDS)
+                    await asyncio.sleep(min(RESTART_SECONDS * 2 ** (attempt - 1), LONGEST_RESTART_SECONDS))
         raise ValueError(f"attempts must be at least 1, got {attempts}")
 
     async def start(self) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from sqlalchemy import Connection
 
 from .groups import lag
-from .records import DesiredVersion, VersionRecord, VersionState
+from .records import DesiredVersion, GroupState, VersionRecord, VersionState
 from .shared import Shared
 from .store import runs
-from .store.rollouts import sampling_versions
+from .store.rollouts import group_versions
 from .store.steps import referenced_folders
 
 VERSIONS_FOLDER = "versions"
@@ -26,11 +26,11 @@ def version_folder(run: str, version: int) -> str:
     return f"{VERSIONS_FOLDER}/{run}/{version:08d}"
 
 
-def desired_of_run(versions: Sequence[VersionRecord], open_versions: Collection[int]) -> list[DesiredVersion]:
+def desired_of_run(connection: Connection, run: str) -> list[DesiredVersion]:
     """Return what servers should have of a run, most important first: live, rising, then those that still sample."""
-    live = [v for v in versions if v.state is VersionState.LIVE]
-    rising = [v for v in versions if v.state in _RISING]
-    older = [v for v in versions if v.state is VersionState.RETIRED and v.version in open_versions]
+    live, rising = (runs.versions_in(connection, run, states) for states in ((VersionState.LIVE,), _RISING))
+    sampling = runs.find_versions(connection, run, group_versions(connection, run, GroupState.SAMPLING))
+    older = [v for v, _folder in sampling.values() if v.state is VersionState.RETIRED]
     older.sort(key=lambda v: v.version, reverse=True)
     return [
         DesiredVersion(v.run, v.version, v.adapter_sha256, v.noise, v.state is VersionState.LIVE)
@@ -38,18 +38,18 @@ def desired_of_run(versions: Sequence[VersionRecord], open_versions: Collection[
     ]
 
 
-def collectable(versions: Sequence[tuple[VersionRecord, str]], keep: int, max_lag: int) -> list[VersionRecord]:
-    """Return versions whose folders nobody needs: neither newest, pinned, live or rising, nor within the lag."""
-    newest = max((v.step for v, _folder in versions), default=0)
-    kept = {v.version for v, _folder in versions[:keep]}
+def collectable(kept: Sequence[tuple[VersionRecord, str]], keep: int, max_lag: int) -> list[tuple[VersionRecord, str]]:
+    """Return versions whose folders nobody needs: neither newest, pinned, live or rising, nor within the lag.
+
+    `kept` are those that have a folder, newest first.
+    """
+    newest = kept[0][0].version
     return [
-        v
-        for v, folder in versions
-        if folder
-        and v.version not in kept
-        and not v.pinned
+        (v, folder)
+        for v, folder in kept[keep:]
+        if not v.pinned
         and v.state in (VersionState.RETIRED, VersionState.REVERTED)
-        and lag(newest, v.step) > max_lag
+        and lag(newest, v.version) > max_lag
     ]
 
 
@@ -57,28 +57,25 @@ async def publish_desired(shared: Shared) -> None:
     """Work out what policy servers should serve and tell them: first every run's live version, then the rest."""
 
     def query(connection: Connection) -> list[list[DesiredVersion]]:
-        found = []
-        for run in runs.all_runs(connection):
-            versions = [record for record, _folder in runs.all_versions(connection, run.name)]
-            found.append(desired_of_run(versions, sampling_versions(connection, run.name)))
-        return found
+        return [desired_of_run(connection, run.name) for run in runs.all_runs(connection)]
 
     by_run = await shared.store.read(query)
     first = [version for versions in by_run for version in versions[:2]]
     shared.pool.want(first + [version for versions in by_run for version in versions[2:]])
 
 
+def forget_old(connection: Connection, run: str, keep: int, max_lag: int) -> set[str]:
+    """Forget the folders of old versions; returns those that may be deleted."""
+    old = collectable(runs.kept_versions(connection, run), keep, max_lag)
+    runs.forget_folders(connection, run, [v.version for v, _folder in old])
+    folders = {folder for _version, folder in old}
+    return folders - runs.shared_folders(connection, run, folders)
+
+
 async def collect_versions(shared: Shared, run: str, max_lag: int) -> None:
     """Delete folders that are not needed any more; rows first, so that no row ever names a folder that is gone."""
-
-    def mutation(connection: Connection) -> set[str]:
-        versions = runs.all_versions(connection, run)
-        old = {v.version for v in collectable(versions, shared.options.keep_versions, max_lag)}
-        candidates = {folder for v, folder in versions if v.version in old}
-        runs.forget_folders(connection, run, sorted(old))
-        return candidates - referenced_folders(connection)
-
-    for folder in await shared.store.write(mutation):
+    keep = shared.options.keep_versions
+    for folder in await shared.store.write(lambda connection: forget_old(connection, run, keep, max_lag)):
         await asyncio.to_thread(shutil.rmtree, shared.options.state_dir / folder, ignore_errors=True)
 
 

@@ -12,6 +12,9 @@ from .shared import Shared
 from .store import runs, steps
 from .store.rollouts import find_receipts
 
+# A watcher that begins at the first step of a long run must not hold up the other readers.
+REPORTS_AT_ONCE = 256
+
 
 async def watch_receipts(shared: Shared, run: str, rollout_ids: Sequence[str]) -> AsyncIterator[Receipt]:
     """See `Learner.watch_receipts`."""
@@ -60,15 +63,17 @@ async def watch_reports(shared: Shared, run: str, after_step: int | None) -> Asy
     signal = shared.runs[run].reported
     while True:
         seen = signal.count
-        for published, report in await _new_reports(shared, run, position, after_step or 0):
+        found = await _new_reports(shared, run, position, after_step or 0)
+        for published, report in found:
             position = published
             yield report
-        await signal.wait(seen, at_most=5.0)
+        if not found:
+            await signal.wait(seen, at_most=5.0)
 
 
 async def _new_reports(shared: Shared, run: str, position: int, after_step: int) -> list[tuple[int, StepReport]]:
     def query(connection: Connection) -> list[tuple[int, StepReport]]:
         runs.find_run(connection, run)
-        return steps.published_reports(connection, run, position, after_step)
+        return steps.published_reports(connection, run, position, after_step, REPORTS_AT_ONCE)
 
     return await shared.store.read(query)

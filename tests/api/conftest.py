@@ -26,6 +26,7 @@ def learner_settings(tiny_model: tuple[Path, Path], tmp_path_factory: pytest.Tem
         trainer_threads=1,
         admission_timeout=0.3,
         stop_grace=0.2,
+        queue_limit=64,
     )
     return settings.model_copy(update={"replica_timeout": 2.5})  # real servers need more, and settings insist
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from typing import Any
 
 import grpc
@@ -273,6 +274,34 @@ async def test_pages_are_bounded(api: Api, shared_run: str) -> None:
     for token in ("garbage", "9" * 30):
         request = rollout_pb2.ListGroupsRequest(run=shared_run, page_token=token)
         assert token in violations(await failure(api.rollouts.ListGroups(request)))["page_token"]
+
+
+async def test_a_full_queue_says_when_to_retry(api: Api, run: str) -> None:
+    """Without a policy server six groups fill the buffer, and 64 more the queue."""
+
+    async def submit(count: int) -> int:
+        items = [rollout_pb2.PromptItem(prompt=ids(5))] * count
+        request = rollout_pb2.SubmitPromptsRequest(run=run, request_id=new_id(), prompts=items)
+        return len((await api.rollouts.SubmitPrompts(request, timeout=60)).group_ids)
+
+    async def states() -> Counter[int]:
+        request = rollout_pb2.ListGroupsRequest(run=run, page_size=1000)
+        return Counter(group.state for group in (await api.rollouts.ListGroups(request, timeout=60)).groups)
+
+    error = await failure(submit(65))
+    assert error.code() is INVALID
+    assert "at most 64 (queue_limit), got 65" in violations(error)["prompts"]
+    assert await submit(6) == 6
+    async with asyncio.timeout(60):
+        while (await states())[rollout_pb2.GROUP_STATE_QUEUED]:  # noqa: ASYNC110 - over the wire
+            await asyncio.sleep(0.05)
+    assert await submit(60) == 60
+    error = await failure(submit(5))
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert retry_seconds(error) == 2.0
+    assert "60 groups queued and would have 65, the limit is 64 (queue_limit)" in str(error.details())
+    assert await submit(4) == 4
+    assert await states() == {rollout_pb2.GROUP_STATE_SAMPLING: 6, rollout_pb2.GROUP_STATE_QUEUED: 64}
 
 
 async def test_a_full_buffer_says_when_to_retry(api: Api, run: str) -> None:

@@ -6,17 +6,21 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest_asyncio
 from qerld_learner.core import Learner, LearnerOptions
 from qerld_learner.records import (
+    AdapterStatus,
     FinishReason,
     GroupRecord,
     Outcome,
     OutcomeAnswer,
     OutcomeKind,
     PromptSpec,
+    ReplicaHello,
+    ReplicaReport,
     RunConfig,
     SamplingSpec,
     SegmentSpec,
@@ -30,7 +34,7 @@ def new_id() -> str:
     return uuid.uuid4().hex
 
 
-async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 120.0) -> None:
+async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 200.0) -> None:
     """Wait until a condition holds, looking fifty times a second."""
     end = time.monotonic() + seconds
     while not await condition():
@@ -72,6 +76,19 @@ def reward(rollout_id: str, value: float) -> Outcome:
 async def reward_all(learner: Learner, group: GroupRecord, values: Sequence[float]) -> list[OutcomeAnswer]:
     outcomes = [reward(rollout_id, value) for rollout_id, value in zip(group.rollout_ids, values, strict=True)]
     return await learner.submit_outcomes(group.run, new_id(), "hash", outcomes)
+
+
+def hello_of(learner: Learner, replica_id: str = "by-hand", **changes: object) -> ReplicaHello:
+    """What a policy server says that fits the learner; nothing listens at its endpoint."""
+    model = learner.model
+    hashes = (model.base_sha256, model.tokenizer_sha256, model.chat_template_sha256)
+    return replace(ReplicaHello(replica_id, "127.0.0.1:9", *hashes, "0", 1024, 8, 512, "float32"), **changes)  # type: ignore[arg-type]
+
+
+def serving(*versions: tuple[str, int]) -> ReplicaReport:
+    """A report of a server that has loaded these versions."""
+    adapters = tuple(AdapterStatus(run, version, True, 0, 0.5, "", 1.0) for run, version in versions)
+    return ReplicaReport(adapters, 1, True, "")
 
 
 def options_for(folder: Path, model: Path, **changes: object) -> LearnerOptions:

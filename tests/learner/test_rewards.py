@@ -26,7 +26,6 @@ from qerld_learner.records import (
     Outcome,
     OutcomeKind,
     ReceiptState,
-    ReplicaHello,
     RunState,
     SegmentSpec,
     TrajectorySpec,
@@ -36,6 +35,7 @@ from qerld_learner.store import schema
 from sqlalchemy import update
 
 from .conftest import (
+    hello_of,
     imported,
     new_id,
     new_run,
@@ -255,9 +255,7 @@ async def test_runs_are_created_once(learner: Learner) -> None:
 
 
 async def test_a_rank_beyond_an_attached_server_is_refused(learner: Learner) -> None:
-    model = learner.model
-    hashes = (model.base_sha256, model.tokenizer_sha256, model.chat_template_sha256)
-    session = await learner.attach(ReplicaHello("small", "127.0.0.1:9", *hashes, "0", 1024, 8, 512, "float32"))
+    session = await learner.attach(hello_of(learner, "small"))
     try:
         with pytest.raises(InvalidRequestError, match=r"config.lora.rank: must be at most 8, .* got 16"):
             await learner.create_run("too-wide", new_id(), "h", small_config(lora_rank=16))

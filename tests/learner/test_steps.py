@@ -186,10 +186,26 @@ def test_the_zero_variance_share_counts_the_groups_that_were_dropped() -> None:
         "i", "g", "r", 0, (1,), (2,), (-1.0,), (SpanRecord(0, 1, 0, NoiseRecord()),), None, "",
         RolloutState.FINISHED, {}, None, None,
     )  # fmt: skip
-    data = BatchData(batch, ((rollout,), (rollout,)), {"i": 1.0}, {0: 0}, "")
+    data = BatchData(batch, ((rollout,), (rollout,)), {"i": 1.0}, "")
     trained = {"mismatch_kl_k3": 0.0, "zero_variance_share": 0.5}
     assert report_metrics(data, trained, 0.0, 3, 1.0)["zero_variance_share"] == 4 / 5
     assert report_metrics(data, trained | {"zero_variance_share": 0.0}, 0.0, 0, 1.0)["zero_variance_share"] == 0
+
+
+@pytest.mark.parametrize(("made_by", "mean", "largest"), [((4, 4), 0.0, 0.0), ((3, 4), 0.5, 1.0), ((1, 3), 2.0, 3.0)])
+def test_lag_is_the_learner_version_minus_the_version_that_made_a_span(
+    made_by: tuple[int, int], mean: float, largest: float
+) -> None:
+    """Versions are counted, not steps: number 4 may be the rollback of 3 to the weights of 2."""
+    spans = [SpanRecord(i, i + 1, number, NoiseRecord()) for i, number in enumerate(made_by)]
+    tool = SpanRecord(2, 3, 0, NoiseRecord(), environment=True)
+    rollout = RolloutRecord(
+        "i", "g", "r", 0, (1,), (2, 3, 4), (-1.0, -1.0, 0.0), (*spans, tool), None, "", RolloutState.FINISHED, {}, None,
+        None,
+    )  # fmt: skip
+    data = BatchData(steps.Batch("r", 5, 4, 3, 0, ("g",)), ((rollout,),), {"i": 1.0}, "")
+    found = report_metrics(data, {"mismatch_kl_k3": 0.0, "zero_variance_share": 0.0}, 0.0, 0, 1.0)
+    assert (found["lag_mean"], found["lag_max"]) == (mean, largest)
 
 
 # The trainer against the sampler

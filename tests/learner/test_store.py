@@ -18,7 +18,7 @@ from alembic.migration import MigrationContext
 from qerld_kernels.exclusive import FolderError
 from qerld_learner.errors import ConflictError, RetryLaterError, StoreError
 from qerld_learner.store import Store
-from qerld_learner.store.database import open_engine
+from qerld_learner.store.database import migrate, open_engine
 from qerld_learner.store.requests import once
 from qerld_learner.store.runs import count_up
 from qerld_learner.store.schema import counters, metadata, requests
@@ -199,4 +199,19 @@ async def test_migrations_make_the_schema_and_sqlite_is_durable(tmp_path: Path) 
         assert connection.exec_driver_sql("PRAGMA foreign_keys").scalar_one() == 1
         revision = connection.execute(sa.text("SELECT version_num FROM alembic_version")).scalar_one()
     engine.dispose()
-    assert revision == "0001"
+    assert revision == "0002"
+
+
+async def test_a_store_of_the_first_schema_is_brought_up_to_date(tmp_path: Path) -> None:
+    engine = open_engine(f"sqlite:///{tmp_path / 'learner.db'}")
+    migrate(engine, "0001")
+    with engine.begin() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), metadata) != []
+        connection.execute(insert(counters).values(name="kept", value=7))
+    engine.dispose()
+    store = Store(tmp_path)
+    try:
+        assert await store.read(lambda c: compare_metadata(MigrationContext.configure(c), metadata)) == []
+        assert await store.write(lambda c: count_up(c, "kept")) == 8
+    finally:
+        store.close()

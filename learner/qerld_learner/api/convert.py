@@ -252,6 +252,7 @@ def replica(record: ReplicaInfo) -> run_pb2.Replica:
         in_flight=record.in_flight,
         slots=record.hello.slots,
         quarantine_reason=record.quarantine_reason,
+        refused_reason=record.refused_reason,
     )
 
 

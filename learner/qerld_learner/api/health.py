@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
+from collections.abc import Sequence, Set
 
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health import aio as health_aio
 from sqlalchemy.exc import SQLAlchemyError
 
 from qerld_learner.api.service import Service
+from qerld_learner.core import RunStatus
 from qerld_learner.replicas import ReplicaInfo
 
 log = logging.getLogger(__name__)
@@ -27,13 +30,21 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-def takes_requests(replica: ReplicaInfo) -> bool:
-    """Whether a policy server samples: it has what it should and is not in quarantine."""
-    return replica.reconciled and not replica.quarantine_reason
+def state_of(replica: ReplicaInfo, live: Set[tuple[str, int]]) -> str:
+    """Return the state of a policy server: refused, quarantined, serving or loading.
+
+    It is serving when it serves the live version of a run, whatever else it is loading, or when no run has one.
+    """
+    if replica.refused_reason:
+        return "refused"
+    if replica.quarantine_reason:
+        return "quarantined"
+    serving = not live.isdisjoint(replica.loaded) if live else replica.reconciled
+    return "serving" if serving else "loading"
 
 
 class HealthLoop:
-    """The API is SERVING while the store answers; RolloutService also needs a policy server that takes requests."""
+    """The API is SERVING while the store answers; RolloutService also while a policy server serves a live version."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -41,10 +52,12 @@ class HealthLoop:
 
     async def update(self) -> None:
         """Look once: set health and gauges."""
-        store = await self._store_answers()
-        sampling = store and any(map(takes_requests, self._service.learner.replicas()))
+        # Servers first: they have a version before it is live, so no swap falls between the two looks.
+        replicas = self._service.learner.replicas()
+        statuses = await self._statuses()
         for name in STORE_SERVICES:
-            await self.servicer.set(name, SERVING if store else NOT_SERVING)
+            await self.servicer.set(name, NOT_SERVING if statuses is None else SERVING)
+        sampling = statuses is not None and self._set_gauges(statuses, replicas)
         await self.servicer.set(SAMPLING, SERVING if sampling else NOT_SERVING)
 
     async def run(self) -> None:
@@ -57,17 +70,19 @@ class HealthLoop:
         """Say NOT_SERVING for good, before the server stops taking calls."""
         await self.servicer.enter_graceful_shutdown()
 
-    async def _store_answers(self) -> bool:
+    async def _statuses(self) -> list[RunStatus] | None:
         try:
-            statuses = await self._service.learner.statuses()
+            return await self._service.learner.statuses()
         except (SQLAlchemyError, OSError):
             log.exception("the store does not answer; health is NOT_SERVING")
-            return False
+            return None
+
+    def _set_gauges(self, statuses: Sequence[RunStatus], replicas: Sequence[ReplicaInfo]) -> bool:
+        """Set the gauges; returns whether a policy server samples."""
         metrics = self._service.metrics
         for status in statuses:
             metrics.set_run(status.run, status.live_version, status.groups, status.capacity)
-        replicas = self._service.learner.replicas()
-        quarantined = sum(bool(replica.quarantine_reason) for replica in replicas)
-        serving = sum(map(takes_requests, replicas))
-        metrics.set_replicas(serving, len(replicas) - serving - quarantined, quarantined)
-        return True
+        live = {(status.run, status.live_version) for status in statuses}
+        states = Counter(state_of(replica, live) for replica in replicas)
+        metrics.set_replicas(states)
+        return states["serving"] > 0

@@ -11,6 +11,7 @@ from typing import TypeVar
 from qerld_kernels.exclusive import FolderLock
 from sqlalchemy import Connection
 
+from ..errors import LearnerError
 from .database import open_database
 from .writer import Mutation, Writer
 
@@ -50,7 +51,14 @@ class Store:
 
     def _query(self, query: Callable[[Connection], T]) -> T:
         with self._engine.connect() as connection:
-            return query(connection)
+            try:
+                return query(connection)
+            except LearnerError:
+                raise
+            except BaseException:
+                # A half-read cursor lives as long as the traceback, and what it saw is all that its connection sees.
+                connection.invalidate()
+                raise
 
     def close(self) -> None:
         """Commit what is queued and give the folder back. Blocks for at most one transaction."""

@@ -73,13 +73,13 @@ def _begin(connection: Connection) -> None:
     connection.exec_driver_sql("BEGIN")
 
 
-def migrate(engine: Engine) -> None:
-    """Bring the schema to the newest revision, in one transaction."""
+def migrate(engine: Engine, revision: str = "head") -> None:
+    """Bring the schema to a revision, the newest by default, in one transaction."""
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
     with engine.begin() as connection:
         config.attributes["connection"] = connection
-        command.upgrade(config, "head")
+        command.upgrade(config, revision)
 
 
 def means_no_room(error: BaseException) -> bool:

@@ -190,10 +190,13 @@ def members_of(connection: Connection, group_ids: Iterable[str]) -> dict[str, li
     return members
 
 
-def overdue_groups(connection: Connection) -> list[tuple[str, str]]:
-    """Return (run, group id) of groups whose reward deadline has passed."""
-    query = select(groups.c.run, groups.c.group_id).where(
-        groups.c.state == GroupState.AWAITING_REWARDS.value, groups.c.deadline <= time.time()
+def overdue_groups(connection: Connection, limit: int) -> list[tuple[str, str]]:
+    """Return (run, group id) of at most `limit` groups whose reward deadline has passed, longest ago first."""
+    query = (
+        select(groups.c.run, groups.c.group_id)
+        .where(groups.c.state == GroupState.AWAITING_REWARDS.value, groups.c.deadline <= time.time())
+        .order_by(groups.c.deadline)
+        .limit(limit)
     )
     return [(row.run, row.group_id) for row in connection.execute(query)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -277,10 +277,39 @@ def count_groups(connection: Connection, run: str) -> dict[GroupState, int]:
     return {state: found.get(state, 0) for state in states}
 
 
-def sampling_versions(connection: Connection, run: str) -> set[int]:
-    """Return the versions that still sample open groups of a run."""
-    query = select(groups.c.version).where(groups.c.run == run, groups.c.state == GroupState.SAMPLING.value)
-    return set(connection.execute(query.distinct()).scalars())
+def group_versions(connection: Connection, run: str, state: GroupState) -> set[int]:
+    """Return the versions that made the groups in a state: a look into the index for each, however many groups."""
+    found = [-1]
+    wanted = {"of_run": run, "in_state": state.value}
+    while (number := connection.execute(_NEXT_VERSION, {**wanted, "last": found[-1]}).scalar()) is not None:
+        found.append(number)
+    return set(found[1:])
+
+
+_NEXT_VERSION = (
+    select(groups.c.version)
+    .where(
+        groups.c.run == bindparam("of_run"),
+        groups.c.state == bindparam("in_state"),
+        groups.c.version > bindparam("last"),
+    )
+    .order_by(groups.c.version)
+    .limit(1)
+)
+
+
+def groups_of(connection: Connection, run: str, state: GroupState, made_by: Collection[int]) -> list[str]:
+    """Return the groups in a state that some versions made."""
+    query = select(groups.c.group_id).where(
+        groups.c.run == run, groups.c.state == state.value, groups.c.version.in_(made_by)
+    )
+    return list(connection.execute(query).scalars())
+
+
+def count_queued(connection: Connection, run: str, at_most: int) -> int:
+    """Return how many groups of a run are queued, counting no further than `at_most`."""
+    some = select(groups.c.seq).where(groups.c.run == run, groups.c.state == GroupState.QUEUED.value).limit(at_most)
+    return connection.execute(select(func.count()).select_from(some.subquery())).scalar_one()
 
 
 def buffered_groups(connection: Connection, run: str) -> list[str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection, Iterable, Sequence
 
-from sqlalchemy import Connection, insert, select, update
+from sqlalchemy import Connection, bindparam, insert, select, update
 
 from ..errors import ConflictError, NotFoundError, PreconditionError
 from ..records import RunRecord, RunState, VersionRecord, VersionState
@@ -89,10 +90,33 @@ def find_version(connection: Connection, run: str, version: int | None = None) -
     return version_record(row), row["folder"]
 
 
-def all_versions(connection: Connection, run: str) -> list[tuple[VersionRecord, str]]:
-    """Return all versions of a run with their folders, newest first."""
-    query = select(versions).where(versions.c.run == run).order_by(versions.c.version.desc())
-    return [(version_record(row), row["folder"]) for row in connection.execute(query).mappings()]
+_SOME_VERSIONS = select(versions).where(
+    versions.c.run == bindparam("of_run"), versions.c.version.in_(bindparam("numbers", expanding=True))
+)
+
+
+def find_versions(connection: Connection, run: str, numbers: Iterable[int]) -> dict[int, tuple[VersionRecord, str]]:
+    """Return those of some versions of a run that exist, with their folders, by number."""
+    return {
+        row["version"]: (version_record(row), row["folder"])
+        for some in chunks(number for number in numbers if number < 1 << 63)
+        for row in connection.execute(_SOME_VERSIONS, {"of_run": run, "numbers": some}).mappings()
+    }
+
+
+def versions_in(connection: Connection, run: str, states: Sequence[VersionState]) -> list[VersionRecord]:
+    """Return the versions of a run that are in some states, newest first; few are live or about to be."""
+    query = select(versions).where(versions.c.run == run, versions.c.state.in_([state.value for state in states]))
+    # Sorted here: for the sake of an ORDER BY SQLite would read all versions of the run in order.
+    found = [version_record(row) for row in connection.execute(query).mappings()]
+    return sorted(found, key=lambda record: record.version, reverse=True)
+
+
+def kept_versions(connection: Connection, run: str) -> list[tuple[VersionRecord, str]]:
+    """Return the versions of a run that still have a folder, with it, newest first."""
+    query = select(versions).where(versions.c.run == run, versions.c.folder > "")
+    found = [(version_record(row), row["folder"]) for row in connection.execute(query).mappings()]
+    return sorted(found, key=lambda one: one[0].version, reverse=True)
 
 
 def page_of_versions(connection: Connection, run: str, below: int | None, limit: int) -> list[VersionRecord]:
@@ -143,6 +167,12 @@ def make_live(connection: Connection, run: str, version: int) -> None:
     connection.execute(
         update(runs).where(runs.c.name == run).values(live_version=version, revision=runs.c.revision + 1)
     )
+
+
+def shared_folders(connection: Connection, run: str, folders: Collection[str]) -> set[str]:
+    """Return those of some folders that a version of the run names: a rollback's shares its ancestor's."""
+    query = select(versions.c.folder).where(versions.c.run == run, versions.c.folder.in_(folders))
+    return set(connection.execute(query).scalars())
 
 
 def forget_folders(connection: Connection, run: str, numbers: list[int]) -> None:

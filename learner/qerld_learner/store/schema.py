@@ -56,6 +56,9 @@ versions = Table(
     Column("created_at", Float, nullable=False),
     Column("live_at", Float),
     Column("pinned", Boolean, nullable=False),
+    # A run has a few versions in states that are looked for, and a few with folders, however long it is.
+    Index("versions_by_state", "run", "state"),
+    Index("versions_by_folder", "run", "folder"),
 )
 
 groups = Table(
@@ -75,7 +78,9 @@ groups = Table(
     Column("version", Integer, nullable=False),
     Column("outcomes", Integer, nullable=False),
     Column("created_at", Float, nullable=False),
+    Index("groups_by_run", "run", "seq"),
     Index("groups_by_run_state", "run", "state", "seq"),
+    Index("groups_by_run_version", "run", "state", "version"),
     Index("groups_by_state_deadline", "state", "deadline"),
 )
 
@@ -141,6 +146,7 @@ batches = Table(
     # Number of the learner process that may commit it; another process takes over by raising it.
     Column("fence", Integer, nullable=False),
     Column("created_at", Float, nullable=False),
+    Index("batches_by_state", "run", "state"),
 )
 
 reports = Table(
@@ -151,7 +157,7 @@ reports = Table(
     Column("step", Integer, nullable=False),
     Column("version", Integer, nullable=False),
     Column("body", Text, nullable=False),
-    # Order in which reports became readable; None until the version is live or reverted.
+    # Order in which a run's reports became readable; None until the version is live or reverted.
     Column("published", Integer),
     Index("reports_by_run", "run", "published"),
     Index("reports_by_version", "run", "version", unique=True),

@@ -22,8 +22,15 @@ from ..records import (
 from . import rows
 from .chunks import chunks
 from .rewards import Closed, close_group, members_of, set_receipts
-from .rollouts import find_receipts
-from .runs import all_versions, find_run, newest_version, next_version_number
+from .rollouts import find_receipts, group_versions, groups_of
+from .runs import (
+    find_run,
+    find_version,
+    find_versions,
+    newest_version,
+    next_version_number,
+    set_version_state,
+)
 from .schema import batches, groups, reports, rollouts, runs, versions
 
 TRAINING = "training"
@@ -57,17 +64,24 @@ class Trained:
     clipped_share: float
 
 
-def open_batch(connection: Connection, run: str, fence: int) -> Batch | None:
-    """Return the batch that is in training, now fenced for this process, or None."""
+def open_batch(connection: Connection, run: str) -> Batch | None:
+    """Return the batch that is in training, or None."""
     query = select(batches).where(batches.c.run == run, batches.c.state == TRAINING)
     row = connection.execute(query).mappings().one_or_none()
     if row is None:
         return None
-    connection.execute(
-        update(batches).where(batches.c.run == run, batches.c.version == row["version"]).values(fence=fence)
-    )
     ids = tuple(json.loads(row["group_ids"]))
     return Batch(run, row["version"], row["parent"], row["step"], row["seed"], ids)
+
+
+def begin_training(connection: Connection, batch: Batch, fence: int) -> bool:
+    """Fence the batch for this process; False when the run was paused meanwhile: then no step begins."""
+    if find_run(connection, batch.run).state is not RunState.RUNNING:
+        return False
+    connection.execute(
+        update(batches).where(batches.c.run == batch.run, batches.c.version == batch.version).values(fence=fence)
+    )
+    return True
 
 
 def form_batch(connection: Connection, run: str, config: RunConfig, fence: int, closed: Closed) -> Batch | None:
@@ -129,18 +143,16 @@ def _set_groups(connection: Connection, group_ids: Sequence[str], state: GroupSt
 
 
 def drop_stale(connection: Connection, run: str, parent: VersionRecord, max_lag: int, closed: Closed) -> None:
-    """Drop sampled groups whose oldest token is more than `max_lag` steps behind the version that trains next."""
-    made = {record.version: record for record, _folder in all_versions(connection, run)}
-    query = select(groups.c.group_id, groups.c.version).where(
-        groups.c.run == run, groups.c.state.in_([GroupState.AWAITING_REWARDS.value, GroupState.READY.value])
-    )
-    stale = [
-        row.group_id
-        for row in connection.execute(query)
-        if made[row.version].state is VersionState.REVERTED or lag(parent.step, made[row.version].step) > max_lag
-    ]
-    for group_id, members in members_of(connection, stale).items():
-        close_group(connection, group_id, members, Verdict.STALE, closed)
+    """Drop sampled groups whose oldest token is of a reverted version, or more than `max_lag` behind the parent."""
+    for state in (GroupState.AWAITING_REWARDS, GroupState.READY):
+        made = find_versions(connection, run, group_versions(connection, run, state))
+        old = [
+            number
+            for number, (record, _folder) in made.items()
+            if record.state is VersionState.REVERTED or lag(parent.version, number) > max_lag
+        ]
+        for group_id, members in members_of(connection, groups_of(connection, run, state, old)).items():
+            close_group(connection, group_id, members, Verdict.STALE, closed)
 
 
 _SET_TRAINED = (
@@ -161,6 +173,17 @@ def commit_step(
 
     Raises `FencedError` when the batch is no longer this process's.
     """
+    _close_batch(connection, batch, fence)
+    connection.execute(insert(versions), rows.version_row(version, folder))
+    _set_groups(connection, batch.group_ids, GroupState.TRAINED)
+    now = time.time()
+    connection.execute(_SET_TRAINED, [_trained_row(batch, one, now) for one in trained])
+    _set_step(connection, batch.run, batch.step)
+    _add_report(connection, report)
+    return [one.rollout_id for one in trained]
+
+
+def _close_batch(connection: Connection, batch: Batch, fence: int) -> None:
     taken = connection.execute(
         update(batches)
         .where(
@@ -173,30 +196,23 @@ def commit_step(
     )
     if taken.rowcount != 1:
         raise FencedError(f"batch for version {batch.version} of run {batch.run!r} is no longer fenced by {fence}")
-    connection.execute(insert(versions), rows.version_row(version, folder))
-    _set_groups(connection, batch.group_ids, GroupState.TRAINED)
-    now = time.time()
-    connection.execute(
-        _SET_TRAINED,
-        [
-            {
-                "of_id": one.rollout_id,
-                "receipt_at": now,
-                "step": batch.step,
-                "version": batch.version,
-                "advantage": one.advantage,
-                "ratio": one.ratio,
-                "clipped_share": one.clipped_share,
-            }
-            for one in trained
-        ],
-    )
-    _set_step(connection, batch.run, batch.step)
-    body = rows.dump(report)
-    connection.execute(
-        insert(reports).values(run=batch.run, step=batch.step, version=batch.version, body=body, published=None)
-    )
-    return [one.rollout_id for one in trained]
+
+
+def _trained_row(batch: Batch, one: Trained, now: float) -> dict[str, object]:
+    return {
+        "of_id": one.rollout_id,
+        "receipt_at": now,
+        "step": batch.step,
+        "version": batch.version,
+        "advantage": one.advantage,
+        "ratio": one.ratio,
+        "clipped_share": one.clipped_share,
+    }
+
+
+def _add_report(connection: Connection, report: StepReport) -> None:
+    row = {"run": report.run, "step": report.step, "version": report.version, "published": None}
+    connection.execute(insert(reports), row | {"body": rows.dump(report)})
 
 
 def _set_step(connection: Connection, run: str, step: int) -> None:
@@ -212,22 +228,23 @@ def find_report(connection: Connection, run: str, version: int) -> StepReport | 
 
 def publish_report(connection: Connection, report: StepReport) -> None:
     """Make a step's report readable, as it is now."""
-    last = connection.execute(select(func.max(reports.c.published))).scalar_one_or_none()
+    position = last_published(connection, report.run) + 1
     connection.execute(
         update(reports)
         .where(reports.c.run == report.run, reports.c.version == report.version)
-        .values(body=rows.dump(report), published=(last or 0) + 1)
+        .values(body=rows.dump(report), published=position)
     )
 
 
 def published_reports(
-    connection: Connection, run: str, after_published: int, after_step: int
+    connection: Connection, run: str, after_published: int, after_step: int, limit: int
 ) -> list[tuple[int, StepReport]]:
-    """Return readable reports in order of publication, with their positions."""
+    """Return at most `limit` readable reports in order of publication, with their positions."""
     query = (
         select(reports.c.published, reports.c.body)
         .where(reports.c.run == run, reports.c.published > after_published, reports.c.step > after_step)
         .order_by(reports.c.published)
+        .limit(limit)
     )
     return [(row.published, rows.report(row.body)) for row in connection.execute(query)]
 
@@ -241,13 +258,8 @@ def last_published(connection: Connection, run: str) -> int:
 def roll_back(connection: Connection, abandoned: VersionRecord, closed: Closed) -> VersionRecord:
     """Revert a version that is not live, with its groups, and publish its parent's weights as a new STAGED version."""
     run = abandoned.run
-    parents = {record.version: (record, folder) for record, folder in all_versions(connection, run)}
-    parent, folder = parents[abandoned.parent]
-    connection.execute(
-        update(versions)
-        .where(versions.c.run == run, versions.c.version == abandoned.version)
-        .values(state=VersionState.REVERTED.value)
-    )
+    parent, folder = find_version(connection, run, abandoned.parent)
+    set_version_state(connection, run, abandoned.version, VersionState.REVERTED)
     _revert_groups(connection, run, abandoned.version, closed)
     number = next_version_number(connection, run)
     again = replace(

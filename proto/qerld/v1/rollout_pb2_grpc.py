@@ -68,14 +68,16 @@ class RolloutServiceServicer(object):
 
     def Sample(self, request, context):
         """Sample samples one group now and streams its tokens. A client that goes away loses nothing: the group is finished
-        and kept until its reward deadline.
+        and kept until its reward deadline. While a policy server loads or restarts, the stream waits; when every one is in
+        quarantine or was refused, the call fails with FAILED_PRECONDITION and says why.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SubmitPrompts(self, request, context):
-        """SubmitPrompts stores prompts that the service samples at its own pace.
+        """SubmitPrompts stores prompts that the service samples at its own pace. A run's queue is bounded: beyond it all
+        prompts of the request are refused with RESOURCE_EXHAUSTED, and RetryInfo says when to try again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -35,10 +35,13 @@ class RolloutServiceStub:
     def __new__(cls, channel: _aio.Channel) -> RolloutServiceAsyncStub: ...
     Sample: _grpc.UnaryStreamMultiCallable[_rollout_pb2.SampleRequest, _rollout_pb2.SampleResponse]
     """Sample samples one group now and streams its tokens. A client that goes away loses nothing: the group is finished
-    and kept until its reward deadline.
+    and kept until its reward deadline. While a policy server loads or restarts, the stream waits; when every one is in
+    quarantine or was refused, the call fails with FAILED_PRECONDITION and says why.
     """
     SubmitPrompts: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.SubmitPromptsRequest, _rollout_pb2.SubmitPromptsResponse]
-    """SubmitPrompts stores prompts that the service samples at its own pace."""
+    """SubmitPrompts stores prompts that the service samples at its own pace. A run's queue is bounded: beyond it all
+    prompts of the request are refused with RESOURCE_EXHAUSTED, and RetryInfo says when to try again.
+    """
     ImportTrajectories: _grpc.StreamUnaryMultiCallable[_rollout_pb2.ImportTrajectoriesRequest, _rollout_pb2.ImportTrajectoriesResponse]
     """ImportTrajectories stores rollouts that were made elsewhere."""
     GetRollout: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.GetRolloutRequest, _rollout_pb2.GetRolloutResponse]
@@ -53,10 +56,13 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Sample: _aio.UnaryStreamMultiCallable[_rollout_pb2.SampleRequest, _rollout_pb2.SampleResponse]  # type: ignore[assignment]
     """Sample samples one group now and streams its tokens. A client that goes away loses nothing: the group is finished
-    and kept until its reward deadline.
+    and kept until its reward deadline. While a policy server loads or restarts, the stream waits; when every one is in
+    quarantine or was refused, the call fails with FAILED_PRECONDITION and says why.
     """
     SubmitPrompts: _aio.UnaryUnaryMultiCallable[_rollout_pb2.SubmitPromptsRequest, _rollout_pb2.SubmitPromptsResponse]  # type: ignore[assignment]
-    """SubmitPrompts stores prompts that the service samples at its own pace."""
+    """SubmitPrompts stores prompts that the service samples at its own pace. A run's queue is bounded: beyond it all
+    prompts of the request are refused with RESOURCE_EXHAUSTED, and RetryInfo says when to try again.
+    """
     ImportTrajectories: _aio.StreamUnaryMultiCallable[_rollout_pb2.ImportTrajectoriesRequest, _rollout_pb2.ImportTrajectoriesResponse]  # type: ignore[assignment]
     """ImportTrajectories stores rollouts that were made elsewhere."""
     GetRollout: _aio.UnaryUnaryMultiCallable[_rollout_pb2.GetRolloutRequest, _rollout_pb2.GetRolloutResponse]  # type: ignore[assignment]
@@ -74,7 +80,8 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_rollout_pb2.SampleResponse], _abc.AsyncIterator[_rollout_pb2.SampleResponse]]:
         """Sample samples one group now and streams its tokens. A client that goes away loses nothing: the group is finished
-        and kept until its reward deadline.
+        and kept until its reward deadline. While a policy server loads or restarts, the stream waits; when every one is in
+        quarantine or was refused, the call fails with FAILED_PRECONDITION and says why.
         """
 
     @_abc_1.abstractmethod
@@ -83,7 +90,9 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.SubmitPromptsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.SubmitPromptsResponse, _abc.Awaitable[_rollout_pb2.SubmitPromptsResponse]]:
-        """SubmitPrompts stores prompts that the service samples at its own pace."""
+        """SubmitPrompts stores prompts that the service samples at its own pace. A run's queue is bounded: beyond it all
+        prompts of the request are refused with RESOURCE_EXHAUSTED, and RetryInfo says when to try again.
+        """
 
     @_abc_1.abstractmethod
     def ImportTrajectories(

@@ -358,7 +358,7 @@ class RunConfig(_message.Message):
     max_tokens: _builtins.int
     """Most tokens of a completion; 0 means 256."""
     max_lag: _builtins.int
-    """Largest lag, in versions, of a group that trains. Unset: 2."""
+    """Largest lag (learner version minus the version that made a token) of a group that trains. Unset: 2."""
     schedule_steps: _builtins.int
     """Steps over which schedules run; 0 means max_steps, and without it 1000."""
     max_steps: _builtins.int
@@ -1089,7 +1089,7 @@ Global___ListReplicasRequest: _TypeAlias = ListReplicasRequest  # noqa: Y015
 
 @_typing.final
 class Replica(_message.Message):
-    """Replica is a policy server that is attached."""
+    """Replica is a policy server that is attached, or was refused within the last minute."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1101,6 +1101,7 @@ class Replica(_message.Message):
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
     QUARANTINE_REASON_FIELD_NUMBER: _builtins.int
+    REFUSED_REASON_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """Id, unique for each start of a server."""
     endpoint: _builtins.str
@@ -1115,6 +1116,8 @@ class Replica(_message.Message):
     """Adapter slots."""
     quarantine_reason: _builtins.str
     """Why it takes no requests; empty when it does."""
+    refused_reason: _builtins.str
+    """Why it may not attach: what of it does not fit the learner or its runs. Empty when it is attached."""
     @_builtins.property
     def loaded(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Policy]:
         """Versions that it serves."""
@@ -1130,10 +1133,11 @@ class Replica(_message.Message):
         in_flight: _builtins.int = ...,
         slots: _builtins.int = ...,
         quarantine_reason: _builtins.str = ...,
+        refused_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "engine_version", b"engine_version", "in_flight", b"in_flight", "loaded", b"loaded", "quarantine_reason", b"quarantine_reason", "reconciled", b"reconciled", "replica_id", b"replica_id", "slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "engine_version", b"engine_version", "in_flight", b"in_flight", "loaded", b"loaded", "quarantine_reason", b"quarantine_reason", "reconciled", b"reconciled", "refused_reason", b"refused_reason", "replica_id", b"replica_id", "slots", b"slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -120,14 +120,15 @@ class RunServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PauseRun(self, request, context):
-        """PauseRun stops training and new sampling; outcomes are still taken.
+        """PauseRun stops training, promotion and new sampling; outcomes are still taken. A step in progress is finished, and
+        the version that it makes waits STAGED; the live version does not change until ResumeRun.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResumeRun(self, request, context):
-        """ResumeRun goes on.
+        """ResumeRun goes on: first with the version that waits to be promoted, or the batch that was not trained.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -156,7 +157,7 @@ class RunServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListReplicas(self, request, context):
-        """ListReplicas lists the policy servers that are attached.
+        """ListReplicas lists the policy servers that are attached, and those that were refused lately.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

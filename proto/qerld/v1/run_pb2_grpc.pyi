@@ -42,9 +42,11 @@ class RunServiceStub:
     UpdateRun: _grpc.UnaryUnaryMultiCallable[_run_pb2.UpdateRunRequest, _run_pb2.UpdateRunResponse]
     """UpdateRun changes the fields that may change while a run lives."""
     PauseRun: _grpc.UnaryUnaryMultiCallable[_run_pb2.PauseRunRequest, _run_pb2.PauseRunResponse]
-    """PauseRun stops training and new sampling; outcomes are still taken."""
+    """PauseRun stops training, promotion and new sampling; outcomes are still taken. A step in progress is finished, and
+    the version that it makes waits STAGED; the live version does not change until ResumeRun.
+    """
     ResumeRun: _grpc.UnaryUnaryMultiCallable[_run_pb2.ResumeRunRequest, _run_pb2.ResumeRunResponse]
-    """ResumeRun goes on."""
+    """ResumeRun goes on: first with the version that waits to be promoted, or the batch that was not trained."""
     CheckpointRun: _grpc.UnaryUnaryMultiCallable[_run_pb2.CheckpointRunRequest, _run_pb2.CheckpointRunResponse]
     """CheckpointRun keeps the newest version from garbage collection."""
     DeleteRun: _grpc.UnaryUnaryMultiCallable[_run_pb2.DeleteRunRequest, _run_pb2.DeleteRunResponse]
@@ -54,7 +56,7 @@ class RunServiceStub:
     WatchRun: _grpc.UnaryStreamMultiCallable[_run_pb2.WatchRunRequest, _run_pb2.WatchRunResponse]
     """WatchRun streams one report a learner step."""
     ListReplicas: _grpc.UnaryUnaryMultiCallable[_run_pb2.ListReplicasRequest, _run_pb2.ListReplicasResponse]
-    """ListReplicas lists the policy servers that are attached."""
+    """ListReplicas lists the policy servers that are attached, and those that were refused lately."""
 
 @_typing.type_check_only
 class RunServiceAsyncStub(RunServiceStub):
@@ -70,9 +72,11 @@ class RunServiceAsyncStub(RunServiceStub):
     UpdateRun: _aio.UnaryUnaryMultiCallable[_run_pb2.UpdateRunRequest, _run_pb2.UpdateRunResponse]  # type: ignore[assignment]
     """UpdateRun changes the fields that may change while a run lives."""
     PauseRun: _aio.UnaryUnaryMultiCallable[_run_pb2.PauseRunRequest, _run_pb2.PauseRunResponse]  # type: ignore[assignment]
-    """PauseRun stops training and new sampling; outcomes are still taken."""
+    """PauseRun stops training, promotion and new sampling; outcomes are still taken. A step in progress is finished, and
+    the version that it makes waits STAGED; the live version does not change until ResumeRun.
+    """
     ResumeRun: _aio.UnaryUnaryMultiCallable[_run_pb2.ResumeRunRequest, _run_pb2.ResumeRunResponse]  # type: ignore[assignment]
-    """ResumeRun goes on."""
+    """ResumeRun goes on: first with the version that waits to be promoted, or the batch that was not trained."""
     CheckpointRun: _aio.UnaryUnaryMultiCallable[_run_pb2.CheckpointRunRequest, _run_pb2.CheckpointRunResponse]  # type: ignore[assignment]
     """CheckpointRun keeps the newest version from garbage collection."""
     DeleteRun: _aio.UnaryUnaryMultiCallable[_run_pb2.DeleteRunRequest, _run_pb2.DeleteRunResponse]  # type: ignore[assignment]
@@ -82,7 +86,7 @@ class RunServiceAsyncStub(RunServiceStub):
     WatchRun: _aio.UnaryStreamMultiCallable[_run_pb2.WatchRunRequest, _run_pb2.WatchRunResponse]  # type: ignore[assignment]
     """WatchRun streams one report a learner step."""
     ListReplicas: _aio.UnaryUnaryMultiCallable[_run_pb2.ListReplicasRequest, _run_pb2.ListReplicasResponse]  # type: ignore[assignment]
-    """ListReplicas lists the policy servers that are attached."""
+    """ListReplicas lists the policy servers that are attached, and those that were refused lately."""
 
 class RunServiceServicer(metaclass=_abc_1.ABCMeta):
     """RunService creates, steers and reports runs."""
@@ -125,7 +129,9 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _run_pb2.PauseRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_run_pb2.PauseRunResponse, _abc.Awaitable[_run_pb2.PauseRunResponse]]:
-        """PauseRun stops training and new sampling; outcomes are still taken."""
+        """PauseRun stops training, promotion and new sampling; outcomes are still taken. A step in progress is finished, and
+        the version that it makes waits STAGED; the live version does not change until ResumeRun.
+        """
 
     @_abc_1.abstractmethod
     def ResumeRun(
@@ -133,7 +139,7 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _run_pb2.ResumeRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_run_pb2.ResumeRunResponse, _abc.Awaitable[_run_pb2.ResumeRunResponse]]:
-        """ResumeRun goes on."""
+        """ResumeRun goes on: first with the version that waits to be promoted, or the batch that was not trained."""
 
     @_abc_1.abstractmethod
     def CheckpointRun(
@@ -167,6 +173,6 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _run_pb2.ListReplicasRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_run_pb2.ListReplicasResponse, _abc.Awaitable[_run_pb2.ListReplicasResponse]]:
-        """ListReplicas lists the policy servers that are attached."""
+        """ListReplicas lists the policy servers that are attached, and those that were refused lately."""
 
 def add_RunServiceServicer_to_server(servicer: RunServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
