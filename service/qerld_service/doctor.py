@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from qerld_service.checks import Check
+from qerld_service.learner_checks import check_learner
 from qerld_service.model_checks import check_model
 
 GIB = 1 << 30
@@ -40,17 +41,19 @@ MARKS = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "fail": "[red]FAIL[/]"
 
 @dataclass(frozen=True)
 class Limits:
-    """What the checks look at."""
+    """What the checks look at; `target` is a learner that runs, if any."""
 
     model: Path | None
     state_dir: Path
     ports: Sequence[int]
+    target: str | None = None
 
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="qerld doctor",
-        description="Check this machine, the installed packages and a model folder; say what to do about each finding. "
+        description="Check this machine, the installed packages, a model folder and a running learner's policy "
+        "servers; say what to do about each finding. "
         "Ends with status 1 when something would keep qerld from working.",
     )
     parser.add_argument("--model", type=Path, help="model folder to check")
@@ -59,11 +62,13 @@ def main(argv: Sequence[str]) -> int:
         "--port",
         type=int,
         action="append",
-        help="port that must be free; repeatable (default: those of `qerld serve`)",
+        help="port that must be free; repeatable (default: those of `qerld serve`, none with --target)",
     )
+    parser.add_argument("--target", help="host:port of a running learner whose policy servers to check")
     arguments = parser.parse_args(argv)
-    ports = arguments.port if arguments.port is not None else default_ports()
-    checks = list(run_checks(Limits(arguments.model, arguments.state_dir, ports)))
+    # The ports of what runs are taken.
+    ports = arguments.port or ([] if arguments.target else default_ports())
+    checks = list(run_checks(Limits(arguments.model, arguments.state_dir, ports, arguments.target)))
     Console().print(table_of(checks))
     return 1 if any(check.status == "fail" for check in checks) else 0
 
@@ -81,6 +86,7 @@ def run_checks(limits: Limits) -> Iterator[Check]:
     yield check_gpu()
     yield from check_model(limits.model) if limits.model is not None else ()
     yield from map(check_port, limits.ports)
+    yield from check_learner(limits.target) if limits.target is not None else ()
     yield check_disk(limits.state_dir)
     yield check_memory(limits.model)
     yield check_shm()

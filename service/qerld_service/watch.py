@@ -169,7 +169,8 @@ def replica_table(replicas: Sequence[run_pb2.Replica]) -> Table | Text:
     table = Table("policy server", "endpoint", "vLLM", "versions", "in flight", "state", box=None, pad_edge=False)
     for replica in replicas:
         versions = ", ".join(f"{policy.run}@{policy.version}" for policy in replica.loaded)
-        state = replica.quarantine_reason or ("reconciled" if replica.reconciled else "loading")
+        refused = f"refused: {replica.refused_reason}" if replica.refused_reason else ""
+        state = refused or replica.quarantine_reason or ("reconciled" if replica.reconciled else "loading")
         row = (replica.replica_id, replica.endpoint, replica.engine_version, versions, str(replica.in_flight), state)
         table.add_row(*row)
     return table

@@ -7,8 +7,10 @@ import socket
 from pathlib import Path
 
 import pytest
+from qerld.v1 import common_pb2, run_pb2
 from qerld_service import doctor
 from qerld_service.checks import Check
+from qerld_service.learner_checks import check_learner, check_replica
 from qerld_service.model_checks import check_model
 from support.bad_models import BAD_MODELS, assert_one_clear_line, make_bad_model
 
@@ -69,6 +71,29 @@ def test_package_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     found["vllm"] = "0.34.0"
     check = doctor.check_package("vllm")
     assert (check.status, check.advice) == ("fail", "pip install 'vllm>=0.25.1,<0.34'")
+
+
+def test_a_learner_that_does_not_answer_is_a_failure() -> None:
+    (check,) = check_learner("127.0.0.1:1")
+    assert (check.name, check.status) == ("learner", "fail")
+    assert "UNAVAILABLE" in check.found
+
+
+@pytest.mark.parametrize(
+    ("replica", "status", "found"),
+    [
+        (run_pb2.Replica(refused_reason="base_sha256 is 'a', the learner has 'b'"), "fail", "refused: base_sha256 is"),
+        (run_pb2.Replica(quarantine_reason="canary failed: gap 0.5"), "fail", "canary failed: gap 0.5"),
+        (run_pb2.Replica(), "warn", "serves nothing yet and is loading"),
+        (run_pb2.Replica(reconciled=True, loaded=[common_pb2.Policy(run="r", version=3)]), "ok", "serves r@3"),
+    ],
+)
+def test_policy_servers_as_the_learner_sees_them(replica: run_pb2.Replica, status: str, found: str) -> None:
+    replica.endpoint = "127.0.0.1:9"
+    check = check_replica(replica)
+    assert (check.name, check.status) == ("policy server 127.0.0.1:9", status)
+    assert check.found.startswith(found)
+    assert bool(check.advice) == (status != "ok")
 
 
 def test_disk_of_a_folder_that_does_not_exist_yet(tmp_path: Path) -> None:

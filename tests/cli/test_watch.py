@@ -48,6 +48,12 @@ def test_view_shows_run_metrics_and_servers() -> None:
         assert part in text
 
 
+def test_a_refused_server_is_shown_with_the_reason() -> None:
+    refused = run_pb2.Replica(replica_id="policy-1", endpoint="127.0.0.1:1", refused_reason="dtype is 'bfloat16'")
+    text = text_of(watch.View(run_pb2.Run(name="r"), [refused]))
+    assert "refused: dtype is 'bfloat16'" in text
+
+
 def test_without_servers_it_says_so() -> None:
     assert "no policy server is attached" in text_of(watch.View(run_pb2.Run(name="r")))
 
