@@ -1,8 +1,9 @@
 """vLLM's LoRA manager with noise by slot, and with adapters that enter their slot beside the engine's loop.
 
 vLLM's own `add_lora` reads, converts and copies an adapter between two steps: about 50 ms for SmolLM2 on a CPU, 200 ms
-for 7B on an H200, in which no request gets a token. Here a thread does that. It writes only rows of a slot that no
-request uses yet, noise included; vLLM knows of the adapter when `finish_loading`, in the loop again, has entered it.
+for 7B on an H200, in which no request gets a token. Here a thread does that, with rests, since it shares Python's lock
+and perhaps the memory's bandwidth with the loop. It writes only rows of a slot that no request uses yet, noise
+included; vLLM knows of the adapter when `finish_loading`, in the loop again, has entered it.
 
 Runs inside vLLM's worker process; loaded by `vllm_plugin`.
 """
@@ -10,6 +11,7 @@ Runs inside vLLM's worker process; loaded by `vllm_plugin`.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -84,17 +86,27 @@ class NoisyLoRAModelManager(LRUCacheLoRAModelManager):  # type: ignore[misc]
         self, slot: int, adapter_id: int, read: Callable[[], LoRAModel], stream: torch.cuda.Stream | None
     ) -> tuple[LoRAModel, float]:
         with torch.no_grad(), _completed_on(stream):
-            lora = read()
-            self._create_merged_loras_inplace(lora)
+            with _rest_afterwards():
+                lora = read()
+                self._create_merged_loras_inplace(lora)
             for name, module in self.modules.items():
                 weights = lora.get_lora(name)
-                if weights is None:
-                    module.reset_lora(slot)
-                else:
-                    module.set_lora(slot, weights.lora_a, weights.lora_b)
+                with _rest_afterwards():
+                    if weights is None:
+                        module.reset_lora(slot)
+                    else:
+                        module.set_lora(slot, weights.lora_a, weights.lora_b)
             self.noise_slots.write(slot, adapter_id)
             share = self.noise_slots.realised_share(slot, adapter_id)
         return lora, share
+
+
+@contextlib.contextmanager
+def _rest_afterwards() -> Iterator[None]:
+    """Sleep for three times the processor time of the block, so that no step of the loop bears all of a load."""
+    begun = time.thread_time()
+    yield
+    time.sleep(3 * (time.thread_time() - begun))
 
 
 def _stream_after_this_one(device: torch.device) -> torch.cuda.Stream | None:
