@@ -13,15 +13,17 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import pytest
-from qerld_client import Client, LoraConfig, QerldError, RunConfig, SampledGroup
+from qerld_client import Client, LoraConfig, QerldError, RunConfig
 from qerld_kernels.exclusive import FolderLock
+from support.bad_models import make_bad_model
 
 RUN = "served"
 SECONDS = 240.0
+T = TypeVar("T")
 
 
 def command(model: Path, folder: Path, *more: str) -> list[str]:
@@ -29,7 +31,7 @@ def command(model: Path, folder: Path, *more: str) -> list[str]:
     flags += ["--state-dir", str(folder / "state"), "--ready-file", str(folder / "ready.json"), "--device", "cpu"]
     for name in ("port", "openai-port", "learner-metrics-port", "policy-metrics-port"):
         flags += [f"--{name}", "0"]
-    for setting in ("max_loras=6", "max_lora_rank=8", "max_model_len=256", "report_seconds=0.5"):
+    for setting in ("max_loras=6", "max_lora_rank=8", "max_model_len=256", "reconnect_seconds=0.5"):
         flags += ["--policy", setting]
     return [*flags, "--learner", "trainer_threads=1", *more]
 
@@ -82,54 +84,52 @@ def serving(model: Path, folder: Path) -> Iterator[tuple[Server, dict[str, Any]]
         process.wait()
 
 
-def sampled(client: Client, server: Server) -> SampledGroup:
-    """Sample a group, however long a policy server takes to come back."""
-    groups: list[SampledGroup] = []
+def runs(process: psutil.Process) -> bool:
+    """One that nobody has waited for (a zombie) does not."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def eventually(call: Callable[[], T], server: Server) -> T:
+    """What a call returns once the learner and a policy server are there for it."""
+    results: list[T] = []
 
     def done() -> bool:
         with contextlib.suppress(QerldError):
-            groups.append(client.sample(RUN, "three plus four", timeout=SECONDS))
-        return bool(groups)
+            results.append(call())
+        return bool(results)
 
     until(done, server)
-    return groups[0]
-
-
-def train(client: Client, group: SampledGroup, version: int, server: Server) -> None:
-    """Reward a group so that it makes a step, and wait until its version is live."""
-    client.submit_rewards(RUN, {rollout.rollout_id: float(rollout.index) for rollout in group.rollouts})
-    until(lambda: client.get_run(RUN).live_version == version, server)
+    return results[0]
 
 
 @pytest.mark.engine
 @pytest.mark.timeout(1200)
 def test_what_dies_comes_back_and_sigterm_ends_all(tiny_model: tuple[Path, Path], tmp_path: Path) -> None:
+    config = RunConfig(lora=LoraConfig(rank=4), group_size=2, groups_per_step=1, max_tokens=4, max_lag=4)
     with serving(tiny_model[1], tmp_path) as (server, ready), Client(ready["target"]) as client:
-        client.create_run(
-            RUN, RunConfig(lora=LoraConfig(rank=4), group_size=2, groups_per_step=1, max_tokens=4, max_lag=4)
-        )
-        train(client, sampled(client, server), 1, server)
-
+        client.create_run(RUN, config)
+        group = client.sample(RUN, "three plus four", timeout=SECONDS)
         [before] = client.list_replicas()
-        server.child("qerld_service.policy").kill()
-        group = sampled(client, server)
+
+        everything = server.all_processes()
+        for module in ("qerld_service.policy", "qerld_learner"):  # the trainer goes with its learner
+            server.child(module).kill()
+        rewards = {rollout.rollout_id: float(rollout.index) for rollout in group.rollouts}
+        eventually(lambda: client.submit_rewards(RUN, rewards), server)
+        until(lambda: eventually(lambda: client.get_run(RUN), server).live_version == 1, server)
+        group = eventually(lambda: client.sample(RUN, "three plus four", timeout=SECONDS), server)
         assert {span.version for rollout in group.rollouts for span in rollout.spans} == {1}
         assert before.replica_id not in {replica.replica_id for replica in client.list_replicas()}
 
-        server.child("qerld_learner.trainer").kill()
-        train(client, group, 2, server)
-
-        learner = server.child("qerld_learner")
-        learner.kill()
-        learner.wait()
-        group = sampled(client, server)
-        assert {span.version for rollout in group.rollouts for span in rollout.spans} == {2}
-
-        everything = server.all_processes()
+        everything += server.all_processes()
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(SECONDS) == 0, server.log.read_text()
-        _, left = psutil.wait_procs(everything, timeout=10)
-        assert not left
+        deadline = time.monotonic() + 30
+        while left := [process for process in everything if runs(process)]:
+            assert time.monotonic() < deadline, left
+            time.sleep(0.1)
         assert not server.ready_file.exists()
         log = server.log.read_text()
         assert log.count("starting it again") == 2, log
@@ -171,6 +171,12 @@ def test_a_setting_that_a_role_refuses_ends_all(tiny_model: tuple[Path, Path], t
     said = refusal(tiny_model[1], tmp_path, "--learner", "lease=-1")
     assert said.startswith("qerld serve: learner ended with status 2 after ")
     assert "lease: Input should be greater than 0 (got '-1')" in said
+
+
+def test_a_broken_model_ends_all(tiny_model: tuple[Path, Path], tmp_path: Path) -> None:
+    said = refusal(make_bad_model("truncated safetensors", tiny_model[1], tmp_path), tmp_path)
+    assert "ended with status 2 after " in said.splitlines()[0]
+    assert "model.safetensors" in said
 
 
 @pytest.mark.parametrize("setting", ["port=1", "ready-file=x"])
