@@ -1,9 +1,11 @@
-"""A policy server as a supervised process that is killed amid rollouts, loses its engine core, or has a full disk."""
+"""A policy server as a supervised process that is killed amid rollouts, loses its engine core, has a full disk; and a
+client that is killed amid its stream."""
 
 from __future__ import annotations
 
 import asyncio
 import resource
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -33,9 +35,10 @@ from qerld_service.supervise import RestartPolicy, Supervisor
 
 from .conftest import PROMPT_IDS, imported, new_id, new_run, options_for, reward, reward_all, until
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
-TOKENS = 200
+# Of so many rollouts and tokens some are unfinished whenever a test strikes: a group takes seconds.
+SIZE, TOKENS = 16, 200
 EOS = 2
 ENGINE_BYTES = 200 << 20  # vLLM's core is by far the largest child
 
@@ -125,7 +128,7 @@ class Sampling:
     ids: tuple[str, ...] = ()
 
     async def drive(self, learner: Learner, run: str, seed: int) -> list[RolloutRecord]:
-        spec = PromptSpec(PROMPT_IDS, 4, SamplingSpec(temperature=1.0, max_tokens=TOKENS, seed=seed))
+        spec = PromptSpec(PROMPT_IDS, SIZE, SamplingSpec(temperature=1.0, max_tokens=TOKENS, seed=seed))
         async for event in learner.sample(run, new_id(), "hash", spec):
             if isinstance(event, GroupOpened):
                 self.ids = event.rollout_ids
@@ -158,7 +161,7 @@ class Interrupted:
 
 
 def assert_whole(rollouts: list[RolloutRecord]) -> None:
-    assert [rollout.index for rollout in rollouts] == [0, 1, 2, 3]
+    assert [rollout.index for rollout in rollouts] == list(range(SIZE))
     for rollout in rollouts:
         assert len(rollout.logprobs) == len(rollout.completion_ids) == rollout.spans[-1].end
         if rollout.finish_reason is FinishReason.LENGTH:
@@ -183,7 +186,7 @@ async def test_a_killed_server_shortens_no_rollout_and_stops_nothing_else(
     interrupted = Interrupted(loop, seeds)
     await until(interrupted.begun)
     killed.kill()
-    assert interrupted.finished < 8
+    assert interrupted.finished < 2 * SIZE
 
     # While no server is there, what needs none goes on.
     other = await imported(learner, loop.run)
@@ -238,6 +241,41 @@ async def test_a_full_disk_of_a_server_delays_a_version_and_nothing_else(loop: L
     assert loop.server.pid == pid
 
 
+CLIENT = """
+import sys, grpc
+from qerld.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc
+address, run, seed, size, tokens = sys.argv[1:]
+sampling = common_pb2.Sampling(max_tokens=int(tokens), seed=int(seed))
+prompt = common_pb2.Prompt(ids=common_pb2.TokenIds(ids=[5, 6, 7, 8]))
+request = rollout_pb2.SampleRequest(
+    run=run, request_id="killed", prompt=prompt, group_size=int(size), sampling=sampling, stream_deltas=True
+)
+for event in rollout_pb2_grpc.RolloutServiceStub(grpc.insecure_channel(address)).Sample(request):
+    print(event.WhichOneof("event"), *event.opened.rollout_ids, flush=True)
+"""
+
+
+async def test_the_rollouts_of_a_killed_client_are_finished_and_kept(loop: Loop) -> None:
+    learner, seed = loop.learner, 7
+    undisturbed = await sample(loop, range(seed, seed + 1))
+    arguments = [f"127.0.0.1:{loop.port}", loop.run, str(seed), str(SIZE), str(TOKENS)]
+    client = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", CLIENT, *arguments, stdout=asyncio.subprocess.PIPE
+    )
+    assert client.stdout is not None
+    _, *ids = (await client.stdout.readline()).decode().split()
+    assert (await client.stdout.readline()).decode().split() == ["delta"]
+    client.kill()
+    await client.wait()
+    assert not all([(await learner.get_rollout(one)).finish_reason for one in ids])
+
+    async def finished() -> bool:
+        return all([(await learner.get_rollout(one)).finish_reason for one in ids])
+
+    await until(finished)
+    assert_as_undisturbed([[await learner.get_rollout(one) for one in ids]], undisturbed)
+
+
 async def test_a_killed_engine_core_costs_only_a_second_try(
     loop: Loop, engine: PolicyEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -254,7 +292,7 @@ async def test_a_killed_engine_core_costs_only_a_second_try(
 
         await until(both_sample)
         core.kill()
-        assert interrupted.finished < 16
+        assert interrupted.finished < 4 * SIZE
         found = await asyncio.wait_for(interrupted.result, 240)
         assert_as_undisturbed(found, undisturbed)
         assert "lost a request" in caplog.text

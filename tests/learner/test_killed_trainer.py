@@ -24,7 +24,7 @@ from support.policy import settings_for
 
 from .conftest import new_id, new_run, options_for, prompt, reward_all, until
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 SIZE, LENGTH = 32, 150
 BUSY_SECONDS = 0.1  # of the processor; the step of 64 rollouts, one a micro-batch, takes more than ten times that

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import resource
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 from qerld_learner.batches import BatchData, report_metrics
 from qerld_learner.core import Learner
-from qerld_learner.errors import RetryLaterError
 from qerld_learner.groups import Verdict
 from qerld_learner.records import (
     AdapterStatus,
@@ -77,36 +75,6 @@ async def test_a_step_that_the_trainer_refuses_pauses_the_run_and_says_why(learn
         return (await learner.receipt(broken)).state is ReceiptState.TRAINED
 
     await until(trained)
-
-
-async def test_a_full_disk_under_the_trainer_is_said_and_loses_nothing(learner: Learner) -> None:
-    """The kernel refuses the trainer's writes (RLIMIT_FSIZE), as with a full disk or a quota."""
-    run = await new_run(learner)
-    pid = learner.trainer_pid
-    assert pid is not None
-    soft, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-    resource.prlimit(pid, resource.RLIMIT_FSIZE, (4096, hard))
-    try:
-        with pytest.raises(RetryLaterError, match="free space"):
-            await learner.create_run("no-room", new_id(), "h", small_config())
-        for _ in range(2):
-            await reward_all(learner, await imported(learner, run), [0.0, 1.0, 0.0, 1.0])
-
-        async def paused() -> bool:
-            return (await learner.get_run(run)).state is RunState.PAUSED
-
-        await until(paused)
-        assert "step 1 failed: OSError: " in (await learner.get_run(run)).reason
-    finally:
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, (soft, hard))
-    await learner.create_run("no-room", new_id(), "h", small_config())
-    await learner.resume_run(run, new_id(), "h")
-
-    async def trained() -> bool:
-        return (await learner.get_run(run)).step == 1
-
-    await until(trained)
-    assert learner.trainer_pid == pid
 
 
 # Stale groups, in the store alone

@@ -19,6 +19,7 @@ from qerld_kernels.exclusive import FolderError
 from qerld_kernels.fingerprint import base_fingerprint, chat_template_fingerprint, tokenizer_fingerprint
 from qerld_service.engine import PolicyEngine
 from qerld_service.policy import RunningPolicy, running_policy
+from safetensors.torch import load_file, save_file
 from support.peer_learner import PeerLearner
 from support.policy import (
     SLOTS,
@@ -175,12 +176,21 @@ def rank_too_large(folder: Path) -> None:
     make_adapter(folder, 1, 0.5, rank=16)
 
 
+def other_shape(folder: Path) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    name = next(name for name in tensors if name.endswith("down_proj.lora_A.weight"))
+    tensors[name] = tensors[name][:, :64].clone()
+    save_file(tensors, folder / WEIGHTS)
+
+
 def other_rank_in_config(folder: Path) -> None:
     path = folder / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "r": 4}))
 
 
-@pytest.mark.parametrize("spoil", [truncate, not_safetensors, nonsense_config, rank_too_large, other_rank_in_config])
+@pytest.mark.parametrize(
+    "spoil", [truncate, not_safetensors, nonsense_config, rank_too_large, other_shape, other_rank_in_config]
+)
 async def test_a_bad_adapter_is_reported_and_hurts_nothing_else(
     policy: RunningPolicy, peer: PeerLearner, stub: Any, tmp_path: Path, spoil: Any
 ) -> None:
