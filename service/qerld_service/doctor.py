@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from qerld_service.checks import Check
 from qerld_service.learner_checks import check_learner
@@ -93,7 +93,9 @@ def run_checks(limits: Limits) -> Iterator[Check]:
 
 
 def table_of(checks: Sequence[Check]) -> Table:
-    table = Table("check", "", "found", "what to do", title="qerld doctor", title_justify="left")
+    # Folded, since rich cuts a word that is longer than its column: the path or the tensor that matters.
+    found, advice = Column("found", overflow="fold"), Column("what to do", overflow="fold")
+    table = Table("check", "", found, advice, title="qerld doctor", title_justify="left")
     for check in checks:
         table.add_row(check.name, MARKS[check.status], check.found, check.advice)
     return table
