@@ -121,6 +121,14 @@ class CheckpointReader:
         packed = self.tensor(f"{name}.{_SUFFIXES[self.layout][0]}")
         return Nvfp4Tensor(packed, scales[group.index(name)], global_scale)
 
+    def linear_shape(self, name: str) -> tuple[int, int]:
+        """(out, in) of a linear layer, NVFP4 or plain, from the headers alone; raises like `tensor`."""
+        if self.is_quantized(name):
+            out, pairs = self.info(f"{name}.{_SUFFIXES[self.layout][0]}").shape
+            return out, 2 * pairs
+        out, features = self.info(f"{name}.weight").shape
+        return out, features
+
     def check_scales(self) -> None:
         """Read every scale, a ninth of an NVFP4 model.
 

@@ -85,14 +85,7 @@ class AdapterInfo:
 
 def linear_shapes(model: CheckpointReader) -> dict[str, tuple[int, int]]:
     """(out, in) of every linear layer an adapter may change, by module name `model.layers.0.self_attn.q_proj`."""
-    shapes = {}
-    for name in model.linear_names:
-        if model.is_quantized(name):
-            shapes[name] = model.linear(name).shape
-        else:
-            out, features = model.info(f"{name}.weight").shape
-            shapes[name] = (out, features)
-    return shapes
+    return {name: model.linear_shape(name) for name in model.linear_names}
 
 
 def check_adapter(folder: Path, shapes: Mapping[str, tuple[int, int]], max_rank: int) -> AdapterInfo:

@@ -96,6 +96,16 @@ def test_a_folder_of_the_compressed_tensors_library_is_read_as_vllm_serves_it(
             assert torch.equal(reader.linear(name).packed, stored[f"{name}.weight_packed"])
 
 
+def test_shapes_are_known_without_the_tensors(
+    make_model: MakeModel, tensors: dict[str, torch.Tensor], quantised: Path
+) -> None:
+    plain, (modelopt, _) = make_model("unquantised"), modelopt_folder(make_model, tensors)
+    for folder in (plain, modelopt, quantised):
+        reader = CheckpointReader(folder)
+        shapes = {f"model.layers.{i}.{name}": shape for i in range(LAYERS) for name, shape in SHAPES.items()}
+        assert {name: reader.linear_shape(name) for name in reader.linear_names} == shapes
+
+
 def test_small_foreign_scales_are_flushed_once_and_counted(quantised: Path) -> None:
     scale = load_file(quantised / "model.safetensors")[f"{Q}.weight_scale"].float()
     scale[0, :3] = torch.tensor([2.0**-9, 2.0**-7, 2.0**-6])
