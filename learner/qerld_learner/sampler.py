@@ -17,7 +17,7 @@ from sqlalchemy import Connection
 
 from .errors import NotFoundError
 from .feeds import GroupFeed
-from .records import FinishReason, GroupOpened, NoiseRecord, RolloutState, SamplingSpec, SpanRecord
+from .records import FinishReason, GroupOpened, NoiseRecord, RolloutState, RunState, SamplingSpec, SpanRecord
 from .replicas import NewTokens, Replica, ReplicaLostError
 from .shared import Shared
 from .store import rollouts as stored
@@ -56,7 +56,7 @@ class Sampler:
         self._shared.runs[record.run].buffer.add(record.group_id)
         opened = GroupOpened(record.group_id, record.rollout_ids, group.prompt_ids, record.version)
         feed = self._feeds[record.group_id] = GroupFeed(opened)
-        task = asyncio.create_task(self._drive(group, feed), name=f"sample-{record.group_id}")
+        task = asyncio.create_task(self._persist(group, feed), name=f"sample-{record.group_id}")
         self._tasks[record.group_id] = task
         task.add_done_callback(lambda done: self._ended(record.group_id, done))
         return feed
@@ -77,19 +77,30 @@ class Sampler:
         feed = self._feeds.pop(group_id, None)
         if feed is not None:
             feed.close()
-        if task.cancelled() or isinstance(task.exception(), NotFoundError):
-            return  # the learner stops, or the run was deleted
-        if task.exception() is not None:
-            _log.error(
-                "sampling of group %s stopped; it goes on at the next start", group_id, exc_info=task.exception()
-            )
+        if not task.cancelled():  # else the learner stops
+            task.exception()  # seen: the run was deleted
 
-    async def _drive(self, group: OpenGroup, feed: GroupFeed) -> None:
+    async def _persist(self, group: OpenGroup, feed: GroupFeed) -> None:
+        """Sample a group to its end: what fails beside the policy servers (a locked store, say) is tried again, too."""
         missing = set(group.missing)
+        while True:
+            try:
+                return await self._drive(group, missing, feed)
+            except NotFoundError:  # the run was deleted
+                raise
+            except Exception:
+                _log.exception("sampling of group %s failed; it goes on", group.group.group_id)
+                await asyncio.sleep(LAST_BACKOFF_SECONDS)
+
+    async def _drive(self, group: OpenGroup, missing: set[int], feed: GroupFeed) -> None:
         version = group.group.version
         backoff = FIRST_BACKOFF_SECONDS
         while missing:
-            replica, version = await self._route(group, version, missing)
+            target = await self._route(group, version, missing)
+            if target is None:
+                await self._fail(group, missing, feed, "its run has completed")
+                return
+            replica, version = target
             before = len(missing)
             try:
                 await self._attempt(replica, version, group, missing, feed)
@@ -108,8 +119,8 @@ class Sampler:
         self._shared.runs[group.group.run].waiting_for = why
         _log.warning("group %s: %s; sampling again", group.group.group_id, why)
 
-    async def _route(self, group: OpenGroup, version: int, missing: set[int]) -> tuple[Replica, int]:
-        """Wait for a server with the group's version, or with the live one when that is gone."""
+    async def _route(self, group: OpenGroup, version: int, missing: set[int]) -> tuple[Replica, int] | None:
+        """Wait for a server with the group's version, or with the live one when that is gone. None: the run is over."""
         run, pool = group.group.run, self._shared.pool
         pulse = self._shared.runs[run]
         while True:
@@ -117,7 +128,10 @@ class Sampler:
             if (replica := pool.best_for(run, version)) is not None:
                 pulse.waiting_for = ""
                 return replica, version
-            live = (await self._shared.store.read(lambda connection: find_run(connection, run))).live_version
+            record = await self._shared.store.read(lambda connection: find_run(connection, run))
+            if record.state is RunState.COMPLETED:
+                return None
+            live = record.live_version
             if live != version and (replica := pool.best_for(run, live)) is not None:
                 pulse.waiting_for = ""
                 await self._resample_with(group, live, missing)
@@ -130,7 +144,7 @@ class Sampler:
         # Only when no token of the old version is kept; otherwise the group stays as old as its oldest token.
         if len(missing) == len(group.group.rollout_ids):
             group_id = group.group.group_id
-            await self._shared.store.write(lambda connection: stored.begin_sampling(connection, group_id, version))
+            await self._shared.write_patiently(lambda c: stored.begin_sampling(c, group_id, version))
 
     async def _attempt(
         self, replica: Replica, version: int, group: OpenGroup, missing: set[int], feed: GroupFeed

@@ -81,7 +81,7 @@ class Shared:
             pulse.work.notify()
 
     def batched(self, run: str, group_ids: Iterable[str]) -> None:
-        """Groups left the buffer for a batch: there is room for new ones."""
+        """Groups left the buffer, for a batch or with their run: there is room for new ones."""
         for group_id in group_ids:
             self.runs[run].buffer.remove(group_id)
 

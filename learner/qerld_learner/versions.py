@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import shutil
 from collections.abc import Sequence
+from pathlib import Path
 
 from sqlalchemy import Connection
 
+from .errors import NotFoundError
 from .groups import lag
 from .records import DesiredVersion, GroupState, VersionRecord, VersionState
 from .shared import Shared
@@ -16,6 +19,8 @@ from .store.rollouts import group_versions
 from .store.steps import referenced_folders
 
 VERSIONS_FOLDER = "versions"
+WEIGHTS_FILE = "adapter_model.safetensors"
+ADAPTER_FILES = (WEIGHTS_FILE, "adapter_config.json")
 # A run needs its live version and the one that is about to be; a slot holds a version with its noise and without.
 SLOTS_A_RUN = 2
 _RISING = (VersionState.STAGED, VersionState.CANARY)
@@ -24,6 +29,21 @@ _RISING = (VersionState.STAGED, VersionState.CANARY)
 def version_folder(run: str, version: int) -> str:
     """Return the folder of a version, relative to the state folder."""
     return f"{VERSIONS_FOLDER}/{run}/{version:08d}"
+
+
+async def adapter_file(shared: Shared, run: str, version: int, name: str) -> tuple[Path, str]:
+    """See `Learner.adapter_file`. Raises `NotFoundError`, also when the files were collected."""
+    record, folder = await shared.store.read(lambda connection: runs.find_version(connection, run, version))
+    collected = NotFoundError(f"version {version} of run {run!r} was collected; its files are gone")
+    if not folder:
+        raise collected
+    path = shared.options.state_dir / folder / "adapter" / name
+    if name == WEIGHTS_FILE:
+        return path, record.adapter_sha256
+    try:
+        return path, hashlib.sha256(await asyncio.to_thread(path.read_bytes)).hexdigest()
+    except FileNotFoundError:  # collected after the look
+        raise collected from None
 
 
 def desired_of_run(connection: Connection, run: str) -> list[DesiredVersion]:

@@ -44,14 +44,12 @@ async def watch_live(shared: Shared, run: str) -> AsyncIterator[VersionRecord]:
     """See `Learner.watch_live`."""
     last = -1
     while True:
-        live, _folder = await shared.store.read(lambda connection: runs.find_version(connection, run))
         signal = shared.runs[run].live
         seen = signal.count
+        live, _folder = await shared.store.read(lambda connection: runs.find_version(connection, run))
         if live.version != last:
             last = live.version
             yield live
-            # A change during the yield moved the count, or is found by the next read.
-            continue
         await signal.wait(seen, at_most=5.0)
 
 

@@ -51,7 +51,7 @@ class RestartPolicy:
     stop_grace: float = 20.0
 
     def delay(self, deaths: int) -> float:
-        return float(min(self.first_delay * 2 ** (deaths - 1), self.max_delay))
+        return float(min(self.first_delay * 2 ** max(0, deaths - 1), self.max_delay))
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,11 @@ class Child:
 
     async def keep_alive(self) -> None:
         """Run and restart until cancelled; raises ChildGaveUpError."""
-        deaths = 0
+        deaths = 0  # quick ones in a row
         while True:
             started = time.monotonic()
             code, ready_seconds = await self._run_once()
-            deaths = deaths + 1 if ready_seconds < self._policy.quick_seconds else 1
+            deaths = deaths + 1 if ready_seconds < self._policy.quick_seconds else 0
             what = f"{describe_exit(code)} after {time.monotonic() - started:.0f} s"
             if code == USAGE_ERROR or deaths >= self._policy.quick_deaths:
                 wrong_usage = code == USAGE_ERROR

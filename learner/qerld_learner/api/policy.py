@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import BinaryIO
 
 from qerld.v1 import policy_pb2, policy_pb2_grpc
 
@@ -12,9 +14,9 @@ from qerld_learner.api import convert
 from qerld_learner.api.checks import Checks
 from qerld_learner.api.errors import NotServedError
 from qerld_learner.api.service import Context, Service, check_run
+from qerld_learner.errors import NotFoundError
+from qerld_learner.versions import ADAPTER_FILES, WEIGHTS_FILE
 
-WEIGHTS = "adapter_model.safetensors"
-ADAPTER_FILES = (WEIGHTS, "adapter_config.json")
 CHUNK_BYTES = 1 << 20
 
 
@@ -55,19 +57,22 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
     ) -> AsyncIterator[policy_pb2.DownloadAdapterResponse]:
         check_run(request.policy.run)
         checks = Checks()
-        name = request.file or WEIGHTS
+        name = request.file or WEIGHTS_FILE
         if name not in ADAPTER_FILES:
             checks.add("file", f"must be one of {', '.join(ADAPTER_FILES)}, got {name[:40]!r}; ask for one of them")
         checks.done()
         path, sha256 = await self._service.learner.adapter_file(request.policy.run, request.policy.version, name)
-        total = path.stat().st_size
-        if request.offset > total:
-            checks.add("offset", f"must be at most the file's {total} bytes, got {request.offset}; begin at 0 again")
-        checks.done()
-        async for chunk in _chunks(path, request.offset):
-            if chunk.offset == request.offset:
-                chunk.total_bytes, chunk.sha256 = total, sha256
-            yield chunk
+        # From here on the version may be collected: an open file stays readable.
+        with await asyncio.to_thread(_open, path) as file:
+            total = os.fstat(file.fileno()).st_size
+            if request.offset > total:
+                problem = f"must be at most the file's {total} bytes, got {request.offset}; begin at 0 again"
+                checks.add("offset", problem)
+            checks.done()
+            async for chunk in _chunks(file, request.offset):
+                if chunk.offset == request.offset:
+                    chunk.total_bytes, chunk.sha256 = total, sha256
+                yield chunk
 
     async def RollbackPolicy(
         self, request: policy_pb2.RollbackPolicyRequest, context: Context
@@ -84,14 +89,20 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         yield  # makes this a stream
 
 
-async def _chunks(path: Path, offset: int) -> AsyncIterator[policy_pb2.DownloadAdapterResponse]:
+def _open(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except FileNotFoundError:
+        raise NotFoundError("the version was collected just now; its files are gone") from None
+
+
+async def _chunks(file: BinaryIO, offset: int) -> AsyncIterator[policy_pb2.DownloadAdapterResponse]:
     """Yield the file from `offset` in chunks, read off the event loop; at its end one empty chunk."""
-    with await asyncio.to_thread(path.open, "rb") as file:
-        file.seek(offset)
+    file.seek(offset)
+    data = await asyncio.to_thread(file.read, CHUNK_BYTES)
+    while True:
+        yield policy_pb2.DownloadAdapterResponse(offset=offset, data=data)
+        offset += len(data)
         data = await asyncio.to_thread(file.read, CHUNK_BYTES)
-        while True:
-            yield policy_pb2.DownloadAdapterResponse(offset=offset, data=data)
-            offset += len(data)
-            data = await asyncio.to_thread(file.read, CHUNK_BYTES)
-            if not data:
-                return
+        if not data:
+            return

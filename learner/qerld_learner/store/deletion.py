@@ -25,9 +25,22 @@ def delete_run(connection: Connection, name: str, closed: Closed) -> list[str]:
     # A step in progress finds its batch gone when it commits, as after a rollback.
     training = update(batches).where(batches.c.run == name, batches.c.state == TRAINING)
     connection.execute(training.values(state=ABANDONED))
+    return _cancel_open_groups(connection, name, "its run was deleted", closed)
+
+
+def complete_run(connection: Connection, name: str, reason: str, closed: Closed) -> list[str]:
+    """Mark a run as completed and cancel what is open in it, since nothing will train it; returns the groups that were.
+
+    Its last version is live, so no batch is in training.
+    """
+    set_state(connection, name, RunState.COMPLETED, reason)
+    return _cancel_open_groups(connection, name, "its run has completed", closed)
+
+
+def _cancel_open_groups(connection: Connection, name: str, problem: str, closed: Closed) -> list[str]:
     open_groups = select(groups.c.group_id).where(groups.c.run == name, groups.c.state.in_(_OPEN_STATES))
     ids = list(connection.execute(open_groups).scalars())
-    _cancel_rollouts(connection, name, closed)
+    _cancel_rollouts(connection, name, problem, closed)
     connection.execute(
         update(groups)
         .where(groups.c.run == name, groups.c.state.in_(_OPEN_STATES))
@@ -36,7 +49,7 @@ def delete_run(connection: Connection, name: str, closed: Closed) -> list[str]:
     return ids
 
 
-def _cancel_rollouts(connection: Connection, name: str, closed: Closed) -> None:
+def _cancel_rollouts(connection: Connection, name: str, problem: str, closed: Closed) -> None:
     of_open_groups = rollouts.c.group_id.in_(
         select(groups.c.group_id).where(groups.c.run == name, groups.c.state.in_(_OPEN_STATES))
     )
@@ -45,6 +58,6 @@ def _cancel_rollouts(connection: Connection, name: str, closed: Closed) -> None:
     connection.execute(
         update(rollouts)
         .where(of_open_groups, rollouts.c.state == RolloutState.SAMPLING.value)
-        .values(state=RolloutState.FAILED.value, problem="its run was deleted")
+        .values(state=RolloutState.FAILED.value, problem=problem)
     )
     set_receipts(connection, dict.fromkeys(ids, ReceiptState.CANCELLED), closed)

@@ -104,9 +104,15 @@ def _unsampled(run: str, group_id: str, position: int, rollout_id: str, now: flo
 
 
 def begin_sampling(connection: Connection, group_id: str, version: int) -> None:
-    """Move a queued group into the buffer, to be sampled by a version."""
+    """Move a queued group into the buffer, to be sampled by a version; or change the version of one that is there.
+
+    Not one whose run has ended meanwhile.
+    """
+    not_sampled = groups.c.state.in_((GroupState.QUEUED.value, GroupState.SAMPLING.value))
     connection.execute(
-        update(groups).where(groups.c.group_id == group_id).values(state=GroupState.SAMPLING.value, version=version)
+        update(groups)
+        .where(groups.c.group_id == group_id, not_sampled)
+        .values(state=GroupState.SAMPLING.value, version=version)
     )
 
 
