@@ -48,7 +48,7 @@ class Hello(_message.Message):
     engine_version: _builtins.str
     """vLLM version."""
     slots: _builtins.int
-    """Adapter slots."""
+    """Versions that it can hold: each takes two of its adapter slots, with noise and without."""
     max_lora_rank: _builtins.int
     """Largest LoRA rank."""
     max_model_len: _builtins.int

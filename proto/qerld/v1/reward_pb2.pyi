@@ -81,7 +81,7 @@ class _ReceiptStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ReceiptS
     RECEIPT_STATE_ABSTAINED: _ReceiptState.ValueType  # 11
     """The client abstained. Final."""
     RECEIPT_STATE_CANCELLED: _ReceiptState.ValueType  # 12
-    """Cancelled with its run. Final."""
+    """Its run was deleted, or completed before it was trained. Final."""
 
 class ReceiptState(_ReceiptState, metaclass=_ReceiptStateEnumTypeWrapper):
     """ReceiptState is what became of a rollout."""
@@ -111,7 +111,7 @@ RECEIPT_STATE_FAILED: ReceiptState.ValueType  # 10
 RECEIPT_STATE_ABSTAINED: ReceiptState.ValueType  # 11
 """The client abstained. Final."""
 RECEIPT_STATE_CANCELLED: ReceiptState.ValueType  # 12
-"""Cancelled with its run. Final."""
+"""Its run was deleted, or completed before it was trained. Final."""
 Global___ReceiptState: _TypeAlias = ReceiptState  # noqa: Y015
 
 @_typing.final

@@ -97,11 +97,11 @@ class _NoiseScheduleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_NoiseSc
     NOISE_SCHEDULE_EXPONENTIAL_PAPER: _NoiseSchedule.ValueType  # 3
     """Exponential as the paper's formula reads; the last stage stays above sigma_end."""
     NOISE_SCHEDULE_LINEAR: _NoiseSchedule.ValueType  # 4
-    """Linear."""
+    """Linear. Not served yet."""
     NOISE_SCHEDULE_COSINE: _NoiseSchedule.ValueType  # 5
-    """Cosine."""
+    """Cosine. Not served yet."""
     NOISE_SCHEDULE_LOGARITHMIC: _NoiseSchedule.ValueType  # 6
-    """Logarithmic."""
+    """Logarithmic. Not served yet."""
 
 class NoiseSchedule(_NoiseSchedule, metaclass=_NoiseScheduleEnumTypeWrapper):
     """NoiseSchedule is how sigma falls over the learner's steps."""
@@ -115,11 +115,11 @@ NOISE_SCHEDULE_EXPONENTIAL: NoiseSchedule.ValueType  # 2
 NOISE_SCHEDULE_EXPONENTIAL_PAPER: NoiseSchedule.ValueType  # 3
 """Exponential as the paper's formula reads; the last stage stays above sigma_end."""
 NOISE_SCHEDULE_LINEAR: NoiseSchedule.ValueType  # 4
-"""Linear."""
+"""Linear. Not served yet."""
 NOISE_SCHEDULE_COSINE: NoiseSchedule.ValueType  # 5
-"""Cosine."""
+"""Cosine. Not served yet."""
 NOISE_SCHEDULE_LOGARITHMIC: NoiseSchedule.ValueType  # 6
-"""Logarithmic."""
+"""Logarithmic. Not served yet."""
 Global___NoiseSchedule: _TypeAlias = NoiseSchedule  # noqa: Y015
 
 class _RunState:
@@ -1113,7 +1113,7 @@ class Replica(_message.Message):
     in_flight: _builtins.int
     """Requests in flight."""
     slots: _builtins.int
-    """Adapter slots."""
+    """Versions that it can hold: each takes two of its adapter slots, with noise and without."""
     quarantine_reason: _builtins.str
     """Why it takes no requests; empty when it does."""
     refused_reason: _builtins.str

@@ -142,7 +142,7 @@ class RunServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DeleteRun(self, request, context):
-        """DeleteRun ends a run for good: its adapter slots are free, its open rollouts are CANCELLED, and it is unknown from
+        """DeleteRun ends a run for good: its room on the policy servers is free, its open rollouts are CANCELLED, and it is unknown from
         then on. Receipts, rollouts and files of versions stay, and so the name stays taken.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -50,7 +50,7 @@ class RunServiceStub:
     CheckpointRun: _grpc.UnaryUnaryMultiCallable[_run_pb2.CheckpointRunRequest, _run_pb2.CheckpointRunResponse]
     """CheckpointRun keeps the newest version from garbage collection."""
     DeleteRun: _grpc.UnaryUnaryMultiCallable[_run_pb2.DeleteRunRequest, _run_pb2.DeleteRunResponse]
-    """DeleteRun ends a run for good: its adapter slots are free, its open rollouts are CANCELLED, and it is unknown from
+    """DeleteRun ends a run for good: its room on the policy servers is free, its open rollouts are CANCELLED, and it is unknown from
     then on. Receipts, rollouts and files of versions stay, and so the name stays taken.
     """
     WatchRun: _grpc.UnaryStreamMultiCallable[_run_pb2.WatchRunRequest, _run_pb2.WatchRunResponse]
@@ -80,7 +80,7 @@ class RunServiceAsyncStub(RunServiceStub):
     CheckpointRun: _aio.UnaryUnaryMultiCallable[_run_pb2.CheckpointRunRequest, _run_pb2.CheckpointRunResponse]  # type: ignore[assignment]
     """CheckpointRun keeps the newest version from garbage collection."""
     DeleteRun: _aio.UnaryUnaryMultiCallable[_run_pb2.DeleteRunRequest, _run_pb2.DeleteRunResponse]  # type: ignore[assignment]
-    """DeleteRun ends a run for good: its adapter slots are free, its open rollouts are CANCELLED, and it is unknown from
+    """DeleteRun ends a run for good: its room on the policy servers is free, its open rollouts are CANCELLED, and it is unknown from
     then on. Receipts, rollouts and files of versions stay, and so the name stays taken.
     """
     WatchRun: _aio.UnaryStreamMultiCallable[_run_pb2.WatchRunRequest, _run_pb2.WatchRunResponse]  # type: ignore[assignment]
@@ -155,7 +155,7 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _run_pb2.DeleteRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_run_pb2.DeleteRunResponse, _abc.Awaitable[_run_pb2.DeleteRunResponse]]:
-        """DeleteRun ends a run for good: its adapter slots are free, its open rollouts are CANCELLED, and it is unknown from
+        """DeleteRun ends a run for good: its room on the policy servers is free, its open rollouts are CANCELLED, and it is unknown from
         then on. Receipts, rollouts and files of versions stay, and so the name stays taken.
         """
 
