@@ -32,7 +32,7 @@ from .versions import publish_desired
 
 _log = logging.getLogger(__name__)
 
-# Probes that are longer than the server's context, say: imported ones may be.
+# The server cannot score the probes, which says nothing about the version.
 _REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE)
 
 
@@ -51,6 +51,12 @@ class Verdict:
     gap: float
     passed: bool
     failures: tuple[str, ...]
+
+
+def fitting(probes: Sequence[RolloutRecord], replicas: Sequence[Replica]) -> list[RolloutRecord]:
+    """Return the probes that every server can score: an imported rollout may be longer than a server's context."""
+    limit = min((replica.hello.max_model_len for replica in replicas), default=0)
+    return [probe for probe in probes if len(probe.prompt_ids) + len(probe.completion_ids) <= limit]
 
 
 class Promotion:
@@ -73,13 +79,15 @@ class Promotion:
         loaded = time.time()
         if staged.state is VersionState.STAGED:
             await self._shared.write_patiently(lambda c: self._begin_canary(c, staged.version))
+        probes = fitting(probes, ready)
         verdict = await self._canary(run, staged, folder, probes, ready)
         self._shared.observer.canary_scored(self._run, verdict.gap, verdict.passed)
         extra = {
-            "logprob_gap": verdict.gap,
             "swap_seconds": max((r.load_seconds(self._run, staged.version) for r in ready), default=0.0),
             "promote_wait_seconds": loaded - begun,
         }
+        if probes:
+            extra["logprob_gap"] = verdict.gap
         if behaviour is not None:
             extra["behaviour_gap"] = behaviour
         if verdict.passed:
@@ -149,7 +157,6 @@ class Promotion:
         return self._judge(gaps, tolerance, refusals)
 
     def _judge(self, gaps: Sequence[tuple[Replica, float | None]], tolerance: float, refusals: list[str]) -> Verdict:
-        # None: the server cannot score these probes, which says nothing about the version.
         known = [(replica, gap) for replica, gap in gaps if gap is not None]
         good = [gap for _replica, gap in known if gap <= tolerance]
         bad = [(replica, gap) for replica, gap in known if not gap <= tolerance]

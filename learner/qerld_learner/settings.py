@@ -67,7 +67,9 @@ class LearnerSettings(BaseSettings):
         4, ge=1, description="Rollouts of the trained batch that a canary scores, and the trainer for `behaviour_gap`."
     )
     replica_timeout: float = Field(
-        30.0, gt=10, description="Silence after which a policy server counts as lost; they report at least every ten seconds."
+        30.0,
+        gt=10,
+        description="Silence after which a policy server counts as lost; they report at least every ten seconds.",
     )
     stop_grace: float = Field(
         10.0, ge=0, description="How long RPCs may finish after SIGTERM; keep it below the pod's grace period."

@@ -12,6 +12,7 @@ import pytest
 from qerld_learner.batches import BatchData, report_metrics
 from qerld_learner.core import Learner
 from qerld_learner.groups import Verdict
+from qerld_learner.promotion import fitting
 from qerld_learner.records import (
     AdapterStatus,
     Answer,
@@ -217,10 +218,25 @@ async def test_a_server_that_tries_again_has_not_refused() -> None:
     await replica.client.close()
 
 
-def test_a_server_that_scores_too_few_tokens_never_agrees() -> None:
+def rollout_of_five_tokens() -> RolloutRecord:
     spans = (SpanRecord(0, 2, 0, NoiseRecord()), SpanRecord(2, 4, 0, NoiseRecord(), environment=True))
-    record = RolloutRecord(
+    return RolloutRecord(
         "i", "g", "r", 0, (1,), (1, 2, 3, 4), (-1.0,) * 4, spans, None, "", RolloutState.FINISHED, {}, None, None
     )
+
+
+async def test_a_probe_beyond_a_servers_context_is_left_out_of_the_canary() -> None:
+    record = rollout_of_five_tokens()
+    long, short = (
+        Replica(ReplicaHello(f"p{limit}", "127.0.0.1:9", "", "", "", "", 4, 8, limit, "float32")) for limit in (64, 4)
+    )
+    assert fitting([record], [long]) == [record]
+    assert fitting([record], [long, short]) == []
+    for replica in (long, short):
+        await replica.client.close()
+
+
+def test_a_server_that_scores_too_few_tokens_never_agrees() -> None:
+    record = rollout_of_five_tokens()
     assert policy_logprobs(record, [-1.0, -2.0, -3.0, -4.0]) == [-1.0, -2.0]
     assert mean_gap([[-1.0, -2.0]], [policy_logprobs(record, [-1.0, -2.0, -3.0])]) == math.inf
