@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sqlalchemy import Connection, RowMapping, bindparam, func, insert, select, update
+from sqlalchemy import Connection, RowMapping, bindparam, insert, select, update
 
 from ..groups import Member, Verdict, receipts_on, verdict
 from ..outcomes import Judgement, KnownRollout, judge_all, receipt_of
@@ -220,12 +220,6 @@ def stored_rewards(connection: Connection, group_ids: Iterable[str]) -> dict[str
     for group_id, members in members_of(connection, group_ids).items():
         found[group_id] = {m.rollout_id: m.reward for m in members if m.reward is not None}
     return found
-
-
-def receipt_counts(connection: Connection, run: str) -> dict[ReceiptState, int]:
-    """Return how many rollouts of a run have each receipt."""
-    query = select(rollouts.c.receipt, func.count()).where(rollouts.c.run == run).group_by(rollouts.c.receipt)
-    return {ReceiptState(state): count for state, count in connection.execute(query)}
 
 
 def closed_by_training(connection: Connection, rollout_ids: Sequence[str]) -> Closed:
