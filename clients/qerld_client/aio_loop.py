@@ -24,13 +24,14 @@ async def train(
     client: AsyncClient, run: str, tasks: Iterable[Task | PromptLike], reward: AsyncRewardFunction, concurrency: int
 ) -> AsyncIterator[run_pb2.RunReport]:
     """Yield reports while `concurrency` asyncio tasks sample and score."""
-    state = await client.get_run(run)
-    if state.state == run_pb2.RUN_STATE_COMPLETED:
+    # Before the state: a step that is taken but not live yet has no report so far, and may be the run's last.
+    reported = (await client.get_policy(run)).step
+    if await _completed(client, run):
         return
     events: asyncio.Queue[Event] = asyncio.Queue()
     source = iter(tasks)
     work = [
-        _watch(client, run, state.step, events),
+        _watch(client, run, reported, events),
         *(_work(client, run, source, reward, events) for _ in range(concurrency)),
     ]
     running = [asyncio.create_task(item) for item in work]

@@ -11,10 +11,9 @@ import grpc
 from qerld.v1 import common_pb2, reward_pb2
 
 from qerld_client.channel import STREAM_SECONDS
-from qerld_client.errors import DeadlineError, from_rpc
 from qerld_client.requests import failed, scored
-from qerld_client.retry import RetryPolicy
-from qerld_client.worker import MAX_BATCH, WorkerState
+from qerld_client.retry import Attempts, RetryPolicy
+from qerld_client.worker import WorkerState
 
 Said = float | reward_pb2.Outcome
 AsyncRewardFunction = Callable[[common_pb2.Rollout], "Said | Awaitable[Said]"]
@@ -30,42 +29,31 @@ async def score(reward: AsyncRewardFunction, rollout: common_pb2.Rollout) -> rew
 
 
 class AsyncWorker:
-    """Runs until `stop` is set or `limit` outcomes are answered, over as many connections as it takes."""
+    """Runs until `stop` is set or the state's limit is answered, over as many connections as it takes."""
 
     def __init__(
         self,
         open_call: Callable[..., Any],
         state: WorkerState,
         reward: AsyncRewardFunction,
-        *,
         policy: RetryPolicy,
-        limit: int | None,
         stop: asyncio.Event,
     ) -> None:
         self._open_call, self._state, self._reward = open_call, state, reward
-        self._policy, self._limit, self._stop = policy, limit, stop
+        self._attempts, self._stop = Attempts(policy, None, STREAM_SECONDS), stop
         self._changed = asyncio.Event()
-        self._ready: list[reward_pb2.Outcome] = []
-        self._freed = 0
         self._connection = 0
         self._scoring: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         """Score until the end; raises `QerldError` when the stream fails for good."""
-        failures = 0
         watcher = asyncio.create_task(self._watch_stop())
         try:
-            while not self._done():
-                started = self._state.answered
+            while not self._state.done(self._stop.is_set()):
                 try:
                     await self._connect()
-                except grpc.RpcError as rpc_error:
-                    failures = 0 if self._state.answered > started else failures + 1
-                    error = from_rpc(rpc_error)
-                    delay = 0.0 if isinstance(error, DeadlineError) else self._policy.delay(error, failures)
-                    if delay is None:
-                        raise error from rpc_error
-                    await asyncio.sleep(delay)
+                except grpc.RpcError as error:
+                    await asyncio.sleep(self._attempts.wait_after(error))
         finally:
             watcher.cancel()
             for task in self._scoring:
@@ -76,9 +64,8 @@ class AsyncWorker:
         self._changed.set()
 
     async def _connect(self) -> None:
-        self._freed = 0
         self._connection += 1
-        call = self._open_call(self._requests(self._connection), timeout=STREAM_SECONDS)
+        call = self._open_call(self._requests(self._connection), timeout=self._attempts.seconds())
         try:
             async for response in call:
                 self._take(response)
@@ -88,44 +75,36 @@ class AsyncWorker:
             call.cancel()
 
     def _take(self, response: reward_pb2.StreamRewardsResponse) -> None:
+        self._attempts.answered()
         if response.HasField("lease"):
             self._state.leased()
             task = asyncio.create_task(self._score(response.lease.rollout))
             self._scoring.add(task)
             task.add_done_callback(self._scoring.discard)
-            return
-        self._freed += self._state.answer(response.answer)
-        self._changed.set()
+        else:
+            self._state.answer(response.answer)
+            self._changed.set()
 
     async def _score(self, rollout: common_pb2.Rollout) -> None:
-        self._ready.append(await score(self._reward, rollout))
+        self._state.scored(await score(self._reward, rollout))
         self._changed.set()
 
     async def _requests(self, connection: int) -> AsyncIterator[reward_pb2.StreamRewardsRequest]:
         """Yield messages of one connection; returning half-closes the stream, and the service answers the rest."""
-        for message in list(self._state.opening()):
-            yield message
-        while self._connection == connection and (self._ready or not self._done()):
-            if not (self._ready or self._freed):
-                self._changed.clear()
-                await self._changed.wait()
-                continue
-            for message in self._next_messages():
+        messages = list(self._state.opening())
+        while messages:
+            for message in messages:
                 yield message
+            messages = await self._await_messages(connection)
 
-    def _next_messages(self) -> list[reward_pb2.StreamRewardsRequest]:
-        messages = []
-        if self._ready:
-            messages.append(self._state.batch(self._ready[:MAX_BATCH]))
-            del self._ready[:MAX_BATCH]
-        if self._freed and not self._ending():
-            messages.append(self._state.credit(self._freed))
-        self._freed = 0
-        return messages
-
-    def _ending(self) -> bool:
-        return self._stop.is_set() or (self._limit is not None and self._state.answered >= self._limit)
-
-    def _done(self) -> bool:
-        """Whether to end: told so, and every rollout that is being scored has its outcome stored."""
-        return self._ending() and self._state.idle
+    async def _await_messages(self, connection: int) -> list[reward_pb2.StreamRewardsRequest]:
+        """Return the next messages, none at the end."""
+        while self._connection == connection:
+            self._changed.clear()
+            stopped = self._stop.is_set()
+            if self._state.pending and (messages := self._state.next_messages(stopped)):
+                return messages
+            if self._state.done(stopped):
+                return []
+            await self._changed.wait()
+        return []

@@ -104,9 +104,16 @@ _CLASSES: dict[grpc.StatusCode, type[QerldError]] = {
 }
 
 
+# What grpc.aio says, as INTERNAL, of a stream that the service ended while this side wrote to it, whatever the service
+# said. Opening it again may help, or brings the service's words.
+_BROKEN_WRITE = "Internal error from Core"
+
+
 def from_rpc(error: grpc.RpcError) -> QerldError:
     """Return the client's error for a failed call, sync or asyncio."""
     code: grpc.StatusCode = error.code()
+    if code is grpc.StatusCode.INTERNAL and error.details() == _BROKEN_WRITE:
+        return UnavailableError(grpc.StatusCode.UNAVAILABLE, "the service ended the stream while it was written to")
     violations: list[Violation] = []
     retry_after: float | None = None
     for detail in _status(error).details:

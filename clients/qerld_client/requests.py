@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from google.protobuf.duration_pb2 import Duration
 from qerld.v1 import common_pb2, reward_pb2, rollout_pb2
 
+from qerld_client.errors import OutcomesRejectedError
+
 PromptLike = str | Sequence[int] | Sequence[Mapping[str, str]] | common_pb2.Prompt
 """Plain text, token ids, a chat as [{"role": …, "content": …}], or the wire message."""
 
@@ -71,11 +73,11 @@ def task(value: Task | PromptLike) -> Task:
 def sample(
     run: str,
     prompt_like: PromptLike,
-    *,
     group_size: int | None,
     sampling: common_pb2.Sampling | None,
     labels: Mapping[str, str] | None,
     reward_deadline: float | None,
+    *,
     stream_deltas: bool,
 ) -> rollout_pb2.SampleRequest:
     return rollout_pb2.SampleRequest(
@@ -88,6 +90,18 @@ def sample(
         reward_deadline=duration(reward_deadline),
         stream_deltas=stream_deltas,
     )
+
+
+def sampled_group(events: Iterable[rollout_pb2.SampleResponse]) -> SampledGroup:
+    """Return the group that a Sample stream without deltas told of."""
+    opened, rollouts = rollout_pb2.GroupOpened(), []
+    for event in events:
+        if event.HasField("opened"):
+            opened = event.opened
+        else:
+            rollouts.append(event.finished)
+    rollouts.sort(key=lambda rollout: rollout.index)
+    return SampledGroup(opened.group_id, opened.version, tuple(opened.prompt.ids), tuple(rollouts))
 
 
 def submit_prompts(
@@ -124,6 +138,14 @@ def outcomes(rewards: Rewards) -> list[reward_pb2.Outcome]:
 
 def submit_rewards(run: str, rewards: Rewards) -> reward_pb2.SubmitRewardsRequest:
     return reward_pb2.SubmitRewardsRequest(run=run, request_id=new_request_id(), outcomes=outcomes(rewards))
+
+
+def checked_answers(answers: Iterable[reward_pb2.OutcomeAnswer], *, strict: bool) -> list[reward_pb2.OutcomeAnswer]:
+    """Return the answers. Raises `OutcomesRejectedError` when one is a rejection and `strict` is set."""
+    found = list(answers)
+    if strict and any(answer.answer == common_pb2.ANSWER_REJECTED for answer in found):
+        raise OutcomesRejectedError(found)
+    return found
 
 
 def scored(rollout_id: str, said: float | reward_pb2.Outcome) -> reward_pb2.Outcome:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import random
+import time
 from dataclasses import dataclass
 
 import grpc
 
-from qerld_client.errors import QerldError
+from qerld_client.errors import DeadlineError, QerldError, from_rpc
+
+LEAST_SECONDS = 0.001
+"""Deadline of an attempt for which there is no time left: it fails as such."""
 
 
 @dataclass(frozen=True)
@@ -35,3 +40,44 @@ class RetryPolicy:
             return None
         ceiling = min(self.longest, self.first * self.factor ** min(failures, 32))
         return random.uniform(ceiling / 2, ceiling)  # noqa: S311 - jitter
+
+
+class Attempts:
+    """The attempts of one call, or the connections of one stream: deadlines, and the wait after each failure.
+
+    Args:
+        policy: When to try again.
+        timeout: Seconds for all of them together; None is without end.
+        connection: Deadline of one connection of a stream, in seconds: one that reaches it is opened again at once.
+            None for a call, whose only deadline is the whole.
+    """
+
+    def __init__(self, policy: RetryPolicy, timeout: float | None, connection: float | None = None) -> None:
+        self._policy, self._connection = policy, connection
+        self._end = math.inf if timeout is None else time.monotonic() + timeout
+        self._failures = 0
+        self._last: QerldError | None = None
+
+    def seconds(self) -> float:
+        """Return the deadline of the next attempt."""
+        left = self._end - time.monotonic()
+        return max(LEAST_SECONDS, left if self._connection is None else min(self._connection, left))
+
+    def answered(self) -> None:
+        """The service answered: the next failure is a first one."""
+        self._failures, self._last = 0, None
+
+    def wait_after(self, rpc_error: grpc.RpcError) -> float:
+        """Return how long to wait before the next attempt. Raises the client's error when there is to be none."""
+        error = from_rpc(rpc_error)
+        late = isinstance(error, DeadlineError)
+        left = self._end - time.monotonic()
+        if late and left > 0 and self._connection is not None:
+            return 0.0  # the connection lived as long as one may
+        delay = self._policy.delay(error, self._failures)
+        if delay is None or delay >= left:
+            # That the time is over says less than what kept failing.
+            raise (self._last if late and self._last else error) from rpc_error
+        self._failures += 1
+        self._last = error
+        return delay

@@ -1,45 +1,64 @@
-"""The sync client: one method an RPC, safe to use from several threads."""
+"""The sync client: one method an RPC, safe to use from several threads. `rpcs` says what each does."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Concatenate, ParamSpec, Self, TypeVar
 
 import grpc
-from qerld.v1 import (
-    common_pb2,
-    policy_pb2,
-    policy_pb2_grpc,
-    reward_pb2,
-    reward_pb2_grpc,
-    rollout_pb2,
-    rollout_pb2_grpc,
-    run_pb2,
-    run_pb2_grpc,
-)
+from qerld.v1 import common_pb2, run_pb2
 
-from qerld_client import requests
+from qerld_client import rpcs
 from qerld_client.adapters import FILES, PartialFile
-from qerld_client.channel import CREATE_SECONDS, OPTIONS, SAMPLE_SECONDS, STREAM_SECONDS, UNARY_SECONDS
-from qerld_client.errors import AlreadyExistsError, OutcomesRejectedError
-from qerld_client.requests import PromptLike, Rewards, SampledGroup, Task
-from qerld_client.resume import (
-    EvaluateResume,
-    PolicyResume,
-    ReceiptsResume,
-    ReportsResume,
-    SampleResume,
-)
+from qerld_client.calls import Gathered, Paged, Streamed, Stubs, Unary, described_by
+from qerld_client.channel import OPTIONS, SAMPLE_SECONDS, UNARY_SECONDS
+from qerld_client.errors import AlreadyExistsError
+from qerld_client.requests import PromptLike, Task
 from qerld_client.retry import RetryPolicy
 from qerld_client.sync_calls import Stream, call
 from qerld_client.sync_loop import train
 from qerld_client.sync_worker import RewardFunction, SyncWorker
 from qerld_client.worker import WorkerState
 
-Response = TypeVar("Response")
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+def _unary(build: Callable[P, Unary[T]]) -> Callable[Concatenate[Client, P], T]:
+    def method(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._call(build(*args, **kwargs))
+
+    return described_by(build, method)
+
+
+def _streamed(build: Callable[P, Streamed[T]]) -> Callable[Concatenate[Client, P], Stream[T]]:
+    def method(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> Stream[T]:
+        return self._stream(build(*args, **kwargs))
+
+    return described_by(build, method)
+
+
+def _gathered(build: Callable[P, Gathered[T]]) -> Callable[Concatenate[Client, P], T]:
+    def method(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        wanted = build(*args, **kwargs)
+        with self._stream(wanted.stream) as items:
+            return wanted.result(list(items))
+
+    return described_by(build, method)
+
+
+def _paged(build: Callable[P, Paged[T]]) -> Callable[Concatenate[Client, P], Iterator[T]]:
+    def method(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+        pages, more = build(*args, **kwargs), True
+        while more:
+            response = self._call(pages.page)
+            yield from pages.items(response)
+            more = pages.turn(response)
+
+    return described_by(build, method)
 
 
 class Client:
@@ -65,12 +84,9 @@ class Client:
             if credentials is None
             else grpc.secure_channel(target, credentials, OPTIONS)
         )
+        self._stubs = Stubs(self._channel)
         self._timeout = timeout
         self._retry = retry or RetryPolicy()
-        self._rollouts = rollout_pb2_grpc.RolloutServiceStub(self._channel)
-        self._rewards = reward_pb2_grpc.RewardServiceStub(self._channel)
-        self._policies = policy_pb2_grpc.PolicyServiceStub(self._channel)
-        self._runs = run_pb2_grpc.RunServiceStub(self._channel)
 
     def __enter__(self) -> Self:
         return self
@@ -84,190 +100,42 @@ class Client:
         """Close the channel; open calls end as cancelled."""
         self._channel.close()
 
-    def _call(self, method: Callable[..., Response], request: Any, timeout: float | None = None) -> Response:
-        def attempt(seconds: float) -> Response:
-            return method(request, timeout=seconds)
+    def _call(self, one: Unary[T]) -> T:
+        try:
+            return call(self._stubs, one, self._retry, max(self._timeout, one.least_seconds))
+        except AlreadyExistsError:
+            if one.if_exists is None:
+                raise
+            return self._call(one.if_exists)
 
-        return call(attempt, self._retry, self._timeout if timeout is None else timeout)
-
-    def _stream(
-        self, method: Callable[..., Any], resume: Any, timeout: float | None, connection: float = STREAM_SECONDS
-    ) -> Stream[Any]:
-        return Stream(method, resume, self._retry, timeout, connection)
+    def _stream(self, one: Streamed[T]) -> Stream[T]:
+        return Stream(self._stubs, one, self._retry)
 
     # Runs
-
-    def create_run(
-        self,
-        run: str,
-        config: run_pb2.RunConfig | None = None,
-        *,
-        initial_adapter: bytes = b"",
-        exist_ok: bool = False,
-    ) -> run_pb2.Run:
-        """Create a run; its version 0 is live at once. With `exist_ok` a run of that name is returned as it is."""
-        request = run_pb2.CreateRunRequest(
-            run=run, request_id=requests.new_request_id(), config=config, initial_adapter=initial_adapter
-        )
-        try:
-            return self._call(self._runs.CreateRun, request, max(CREATE_SECONDS, self._timeout)).run
-        except AlreadyExistsError:
-            if not exist_ok:
-                raise
-            return self.get_run(run)
-
-    def get_run(self, run: str) -> run_pb2.Run:
-        return self._call(self._runs.GetRun, run_pb2.GetRunRequest(run=run)).run
-
-    def list_runs(self) -> list[run_pb2.Run]:
-        """Return all runs, oldest first."""
-        return list(self._call(self._runs.ListRuns, run_pb2.ListRunsRequest()).runs)
-
-    def update_run(self, run: str, etag: str, **changes: Any) -> run_pb2.Run:
-        """Change live fields (`learning_rate`, `max_steps`, `groups_per_step`, `max_lag`) of the run seen as `etag`."""
-        request = run_pb2.UpdateRunRequest(run=run, request_id=requests.new_request_id(), etag=etag, **changes)
-        return self._call(self._runs.UpdateRun, request).run
-
-    def pause_run(self, run: str, reason: str = "") -> run_pb2.Run:
-        """Stop training and new sampling; outcomes are still taken."""
-        request = run_pb2.PauseRunRequest(run=run, request_id=requests.new_request_id(), reason=reason)
-        return self._call(self._runs.PauseRun, request).run
-
-    def resume_run(self, run: str) -> run_pb2.Run:
-        request = run_pb2.ResumeRunRequest(run=run, request_id=requests.new_request_id())
-        return self._call(self._runs.ResumeRun, request).run
-
-    def checkpoint_run(self, run: str) -> int:
-        """Keep the newest version from garbage collection; returns it."""
-        request = run_pb2.CheckpointRunRequest(run=run, request_id=requests.new_request_id())
-        return self._call(self._runs.CheckpointRun, request).version
-
-    def delete_run(self, run: str) -> None:
-        """End a run and free what it holds."""
-        self._call(self._runs.DeleteRun, run_pb2.DeleteRunRequest(run=run, request_id=requests.new_request_id()))
-
-    def watch_run(
-        self, run: str, *, after_step: int | None = None, timeout: float | None = None
-    ) -> Stream[run_pb2.RunReport]:
-        """Iterate over one report a learner step: those stored after `after_step`, then new ones; none is missed."""
-        return self._stream(self._runs.WatchRun, ReportsResume(run, after_step), timeout)
-
-    def list_replicas(self) -> list[run_pb2.Replica]:
-        """Return the policy servers that are attached."""
-        return list(self._call(self._runs.ListReplicas, run_pb2.ListReplicasRequest()).replicas)
+    create_run = _unary(rpcs.create_run)
+    get_run = _unary(rpcs.get_run)
+    list_runs = _unary(rpcs.list_runs)
+    update_run = _unary(rpcs.update_run)
+    pause_run = _unary(rpcs.pause_run)
+    resume_run = _unary(rpcs.resume_run)
+    checkpoint_run = _unary(rpcs.checkpoint_run)
+    delete_run = _unary(rpcs.delete_run)
+    watch_run = _streamed(rpcs.watch_run)
+    list_replicas = _unary(rpcs.list_replicas)
 
     # Rollouts
-
-    def sample(
-        self,
-        run: str,
-        prompt: PromptLike,
-        *,
-        group_size: int | None = None,
-        sampling: common_pb2.Sampling | None = None,
-        labels: Mapping[str, str] | None = None,
-        reward_deadline: float | None = None,
-        timeout: float = SAMPLE_SECONDS,
-    ) -> SampledGroup:
-        """Sample one group from the live policy and return it when all its rollouts are finished."""
-        request = requests.sample(
-            run,
-            prompt,
-            group_size=group_size,
-            sampling=sampling,
-            labels=labels,
-            reward_deadline=reward_deadline,
-            stream_deltas=False,
-        )
-        opened = rollout_pb2.GroupOpened()
-        rollouts: list[common_pb2.Rollout] = []
-        with self._stream(self._rollouts.Sample, SampleResume(request), timeout, timeout) as events:
-            for event in events:
-                if event.HasField("opened"):
-                    opened = event.opened
-                else:
-                    rollouts.append(event.finished)
-        rollouts.sort(key=lambda rollout: rollout.index)
-        return SampledGroup(opened.group_id, opened.version, tuple(opened.prompt.ids), tuple(rollouts))
-
-    def sample_stream(
-        self,
-        run: str,
-        prompt: PromptLike,
-        *,
-        group_size: int | None = None,
-        sampling: common_pb2.Sampling | None = None,
-        labels: Mapping[str, str] | None = None,
-        reward_deadline: float | None = None,
-        timeout: float = SAMPLE_SECONDS,
-    ) -> Stream[rollout_pb2.SampleResponse]:
-        """Sample one group and iterate over its events: opened, token deltas, finished rollouts."""
-        request = requests.sample(
-            run,
-            prompt,
-            group_size=group_size,
-            sampling=sampling,
-            labels=labels,
-            reward_deadline=reward_deadline,
-            stream_deltas=True,
-        )
-        return self._stream(self._rollouts.Sample, SampleResume(request), timeout, timeout)
-
-    def submit_prompts(
-        self,
-        run: str,
-        tasks: Iterable[Task | PromptLike],
-        *,
-        group_size: int | None = None,
-        sampling: common_pb2.Sampling | None = None,
-    ) -> list[str]:
-        """Store prompts that the service samples at its own pace; returns their group ids."""
-        request = requests.submit_prompts(run, tasks, group_size, sampling)
-        return list(self._call(self._rollouts.SubmitPrompts, request).group_ids)
-
-    def import_trajectories(
-        self, run: str, groups: Iterable[tuple[Task | PromptLike, Sequence[rollout_pb2.Trajectory]]]
-    ) -> list[rollout_pb2.ImportedGroup]:
-        """Store groups that were sampled elsewhere: (prompt, trajectories) pairs."""
-        messages = requests.imported(run, groups)
-
-        def attempt(seconds: float) -> rollout_pb2.ImportTrajectoriesResponse:
-            return self._rollouts.ImportTrajectories(iter(messages), timeout=seconds)
-
-        return list(call(attempt, self._retry, self._timeout).groups)
-
-    def get_rollout(self, rollout_id: str) -> common_pb2.Rollout:
-        return self._call(self._rollouts.GetRollout, rollout_pb2.GetRolloutRequest(rollout_id=rollout_id)).rollout
-
-    def list_groups(
-        self, run: str, state: rollout_pb2.GroupState.ValueType = rollout_pb2.GROUP_STATE_UNSPECIFIED
-    ) -> Iterator[rollout_pb2.Group]:
-        """Iterate over the groups of a run, newest first, page by page."""
-        request = rollout_pb2.ListGroupsRequest(run=run, state=state)
-        while True:
-            page = self._call(self._rollouts.ListGroups, request)
-            yield from page.groups
-            if not page.next_page_token:
-                return
-            request.page_token = page.next_page_token
+    sample = _gathered(rpcs.sample)
+    sample_stream = _streamed(rpcs.sample_stream)
+    submit_prompts = _unary(rpcs.submit_prompts)
+    import_trajectories = _unary(rpcs.import_trajectories)
+    get_rollout = _unary(rpcs.get_rollout)
+    list_groups = _paged(rpcs.list_groups)
 
     # Rewards
-
-    def submit_rewards(self, run: str, rewards: Rewards, *, strict: bool = True) -> list[reward_pb2.OutcomeAnswer]:
-        """Store rewards by rollout id, or outcomes; durable when this returns.
-
-        Raises:
-            OutcomesRejectedError: Some were refused and `strict` is set; the others are stored.
-        """
-        answers = list(self._call(self._rewards.SubmitRewards, requests.submit_rewards(run, rewards)).answers)
-        if strict and any(answer.answer == common_pb2.ANSWER_REJECTED for answer in answers):
-            raise OutcomesRejectedError(answers)
-        return answers
-
-    def check_rewards(self, run: str, rewards: Rewards) -> list[reward_pb2.CheckedOutcome]:
-        """Say what `submit_rewards` would answer, with would-be advantages; nothing is stored."""
-        request = reward_pb2.CheckRewardsRequest(run=run, outcomes=requests.outcomes(rewards))
-        return list(self._call(self._rewards.CheckRewards, request).outcomes)
+    submit_rewards = _unary(rpcs.submit_rewards)
+    check_rewards = _unary(rpcs.check_rewards)
+    get_receipt = _unary(rpcs.get_receipt)
+    watch_receipts = _streamed(rpcs.watch_receipts)
 
     def stream_rewards(
         self,
@@ -285,47 +153,18 @@ class Client:
 
         `reward` runs in `threads` threads; an exception of it becomes an error outcome, never a zero. Returns counts.
         """
-        state = WorkerState(run, worker, credits, lease)
-        SyncWorker(
-            self._rewards.StreamRewards,
-            state,
-            reward,
-            policy=self._retry,
-            threads=threads,
-            limit=limit,
-            stop=stop or threading.Event(),
-        ).run()
+        state = WorkerState(run, worker, credits, lease, limit)
+        stop = stop or threading.Event()
+        SyncWorker(self._stubs.rewards.StreamRewards, state, reward, self._retry, stop, threads).run()
         return state
 
-    def get_receipt(self, rollout_id: str) -> reward_pb2.Receipt:
-        """Say what became of a rollout."""
-        return self._call(self._rewards.GetReceipt, reward_pb2.GetReceiptRequest(rollout_id=rollout_id)).receipt
-
-    def watch_receipts(
-        self, run: str, rollout_ids: Iterable[str] = (), *, timeout: float | None = None
-    ) -> Stream[reward_pb2.Receipt]:
-        """Iterate over receipts as they become final; with ids the stream ends when all of them are."""
-        return self._stream(self._rewards.WatchReceipts, ReceiptsResume(run, list(rollout_ids)), timeout)
-
     # Versions
-
-    def get_policy(self, run: str, version: int | None = None) -> policy_pb2.PolicyVersion:
-        """Return a version, or the live one."""
-        return self._call(self._policies.GetPolicy, policy_pb2.GetPolicyRequest(run=run, version=version)).version
-
-    def list_versions(self, run: str) -> Iterator[policy_pb2.PolicyVersion]:
-        """Iterate over the versions of a run, newest first, page by page."""
-        request = policy_pb2.ListVersionsRequest(run=run)
-        while True:
-            page = self._call(self._policies.ListVersions, request)
-            yield from page.versions
-            if not page.next_page_token:
-                return
-            request.page_token = page.next_page_token
-
-    def watch_policy(self, run: str, *, timeout: float | None = None) -> Stream[policy_pb2.PolicyVersion]:
-        """Iterate over the live version, now and at each change."""
-        return self._stream(self._policies.WatchPolicy, PolicyResume(run), timeout)
+    get_policy = _unary(rpcs.get_policy)
+    list_versions = _paged(rpcs.list_versions)
+    watch_policy = _streamed(rpcs.watch_policy)
+    rollback_policy = _unary(rpcs.rollback_policy)
+    pin_policy = _unary(rpcs.pin_policy)
+    evaluate = _streamed(rpcs.evaluate)
 
     def download_adapter(
         self, run: str, folder: Path | str, version: int | None = None, *, timeout: float = SAMPLE_SECONDS
@@ -333,48 +172,13 @@ class Client:
         """Download a version (the live one by default) as a PEFT folder; goes on where it broke, checks SHA-256."""
         if version is None:
             version = self.get_policy(run).policy.version
-        policy = common_pb2.Policy(run=run, version=version)
         for name in FILES:
-            part = PartialFile(Path(folder), policy, name)
-            with self._stream(self._policies.DownloadAdapter, part.resume, timeout, timeout) as chunks:
+            part = PartialFile(Path(folder), common_pb2.Policy(run=run, version=version), name)
+            with self._stream(rpcs.download(part.resume, timeout)) as chunks:
                 for chunk in chunks:
                     part.write(chunk)
             part.finish()
         return Path(folder)
-
-    def rollback_policy(self, run: str, version: int, reason: str = "") -> policy_pb2.PolicyVersion:
-        """Publish a new version with the weights of an older one."""
-        request = policy_pb2.RollbackPolicyRequest(
-            run=run, request_id=requests.new_request_id(), version=version, reason=reason
-        )
-        return self._call(self._policies.RollbackPolicy, request).version
-
-    def pin_policy(self, run: str, version: int, *, pinned: bool = True) -> policy_pb2.PolicyVersion:
-        """Keep a version from garbage collection, or let it go."""
-        policy = common_pb2.Policy(run=run, version=version)
-        request = policy_pb2.PinPolicyRequest(policy=policy, request_id=requests.new_request_id(), pinned=pinned)
-        return self._call(self._policies.PinPolicy, request).version
-
-    def evaluate(
-        self,
-        run: str,
-        version: int,
-        prompts: Iterable[PromptLike],
-        *,
-        samples: int = 1,
-        greedy: bool = False,
-        sampling: common_pb2.Sampling | None = None,
-        timeout: float = SAMPLE_SECONDS,
-    ) -> Stream[policy_pb2.EvaluateResponse]:
-        """Iterate over completions of prompts by a version without noise."""
-        request = policy_pb2.EvaluateRequest(
-            policy=common_pb2.Policy(run=run, version=version),
-            prompts=map(requests.prompt, prompts),
-            samples=samples,
-            greedy=greedy,
-            sampling=sampling,
-        )
-        return self._stream(self._policies.Evaluate, EvaluateResume(request), timeout, timeout)
 
     # The loop
 

@@ -7,10 +7,11 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from qerld.v1 import common_pb2, reward_pb2, run_pb2
+from qerld.v1 import run_pb2
 
 from qerld_client.errors import PreconditionError
-from qerld_client.requests import PromptLike, Task, failed, scored, task
+from qerld_client.requests import PromptLike, Task, task
+from qerld_client.sync_worker import score
 
 if TYPE_CHECKING:
     from qerld_client.sync_client import Client
@@ -37,10 +38,11 @@ class _Loop:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
 
     def reports(self, concurrency: int) -> Iterator[run_pb2.RunReport]:
-        state = self._client.get_run(self._run)
-        if state.state == run_pb2.RUN_STATE_COMPLETED:
+        # Before the state: a step that is taken but not live yet has no report so far, and may be the run's last.
+        reported = self._client.get_policy(self._run).step
+        if self._completed():
             return
-        watch = self._client.watch_run(self._run, after_step=state.step)
+        watch = self._client.watch_run(self._run, after_step=reported)
         watcher = threading.Thread(target=self._watch, args=(watch,), daemon=True)
         workers = [threading.Thread(target=self._work, daemon=True) for _ in range(concurrency)]
         for thread in (watcher, *workers):
@@ -91,10 +93,5 @@ class _Loop:
     def _one(self, item: Task) -> None:
         group = self._client.sample(self._run, item.prompt, labels=item.labels)
         # Not strict: a group may be complete or stale by now, and its receipts say so.
-        self._client.submit_rewards(self._run, map(self._score, group.rollouts), strict=False)
-
-    def _score(self, rollout: common_pb2.Rollout) -> reward_pb2.Outcome:
-        try:
-            return scored(rollout.rollout_id, self._reward(rollout))
-        except Exception as error:
-            return failed(rollout.rollout_id, error)
+        outcomes = [score(self._reward, rollout) for rollout in group.rollouts]
+        self._client.submit_rewards(self._run, outcomes, strict=False)

@@ -70,5 +70,7 @@ class TrainerHost:
 
     async def _start(self) -> None:
         # asyncio does not return from a subprocess's start that is cancelled in its first moments: let it finish.
-        self._starting = asyncio.ensure_future(self._process.start())
+        # Whoever comes next waits for it: a process that is not ready yet takes no request.
+        if self._starting is None or self._starting.done():
+            self._starting = asyncio.ensure_future(self._process.start())
         await asyncio.shield(self._starting)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import grpc.aio
 import pytest
 from google.protobuf import any_pb2
 from google.protobuf.duration_pb2 import Duration
@@ -39,10 +40,12 @@ from qerld_client import (
     NotServedError,
     Outcome,
     OutcomesRejectedError,
+    QerldError,
     RetryPolicy,
     UnavailableError,
 )
 from qerld_client.requests import prompt
+from qerld_client.retry import Attempts
 
 QUICK = RetryPolicy(first=0.01, longest=0.02)
 WEIGHTS = b"0123456789" * 200_000
@@ -316,3 +319,13 @@ def test_prompts() -> None:
     assert prompt(prompt("hi")) == prompt("hi")
     with pytest.raises(TypeError, match="mixes them"):
         prompt([1, {"role": "user", "content": "hi"}])  # type: ignore[list-item]
+
+
+def test_a_stream_that_broke_while_written_to_is_opened_again() -> None:
+    """grpc.aio calls that INTERNAL, whatever the service said: a reward worker must not give up over a restart."""
+    none = grpc.aio.Metadata()
+    broken = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, none, none, details="Internal error from Core")
+    assert Attempts(QUICK, None).wait_after(broken) <= QUICK.longest
+    real = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, none, none, details="internal error; the log has it")
+    with pytest.raises(QerldError, match="INTERNAL"):
+        Attempts(QUICK, None).wait_after(real)
