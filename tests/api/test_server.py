@@ -296,7 +296,9 @@ async def test_codes_are_counted(api: Api, ports: Ports) -> None:
     unknown = series("NOT_FOUND", "GetRun", "RunService")
     before = (await asyncio.to_thread(scrape, ports.metrics_port)).get(unknown, 0.0)
     await failure(api.runs.GetRun(run_pb2.GetRunRequest(run="nobody")))
-    assert (await asyncio.to_thread(scrape, ports.metrics_port))[unknown] == before + 1
+    # A call is counted once its answer is on its way.
+    wanted = before + 1
+    await scrape_until(ports.metrics_port, lambda page: page.get(unknown, 0.0) == wanted)
     watch = api.policies.WatchPolicy(policy_pb2.WatchPolicyRequest(run=await api.new_run()))
     assert (await watch.read()).version.policy.version == 0
     cancelled = series("CANCELLED", "WatchPolicy", "PolicyService")
