@@ -9,7 +9,7 @@ from qerld.v1 import reward_pb2, reward_pb2_grpc
 
 from qerld_learner.api import convert, requests
 from qerld_learner.api.checks import Checks
-from qerld_learner.api.service import Context, Service, check_mutation, check_run
+from qerld_learner.api.service import Context, Service, check_mutation, check_run, off_loop
 from qerld_learner.api.streams import Outbox
 from qerld_learner.errors import ConflictError, InvalidRequestError, NotFoundError, PreconditionError, Violation
 from qerld_learner.leases import LeaseQueue
@@ -62,7 +62,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def submit(self, request: reward_pb2.SubmitRewardsRequest) -> list[OutcomeAnswer]:
         """Return one answer an outcome, in order, after those that are accepted are durable."""
         check_mutation(request.run, request.request_id)
-        submission = await self._service.off_loop(request, Submission, request.outcomes)
+        submission = await off_loop(request, Submission, request.outcomes)
         answers = dict(submission.rejected)
         if submission.outcomes:
             digest = await self._service.body_hash(request)
@@ -84,7 +84,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self, request: reward_pb2.CheckRewardsRequest, context: Context
     ) -> reward_pb2.CheckRewardsResponse:
         check_run(request.run)
-        submission = await self._service.off_loop(request, Submission, request.outcomes)
+        submission = await off_loop(request, Submission, request.outcomes)
         checked = {
             position: CheckedOutcome(answer.rollout_id, answer.answer, ((answer.field, answer.problem),))
             for position, answer in submission.rejected.items()

@@ -24,6 +24,13 @@ LARGE_BYTES = 1 << 18
 """A message above it is converted and hashed in a thread; for a smaller one the way there and back costs more."""
 
 
+async def off_loop(message: Message, work: Callable[..., T], *arguments: Any) -> T:
+    """Return what `work` on a message returns, off the event loop when it is large: 64 MiB of rewards take 3 s."""
+    if message.ByteSize() <= LARGE_BYTES:
+        return work(*arguments)
+    return await asyncio.to_thread(work, *arguments)
+
+
 @dataclass(frozen=True)
 class Service:
     """The learner and what surrounds it.
@@ -44,15 +51,9 @@ class Service:
         """Return what `work` returns, off the event loop: 4 MB of text take 3 s, and other calls go on."""
         return await asyncio.get_running_loop().run_in_executor(self.tokenising, work, *arguments)
 
-    async def off_loop(self, message: Message, work: Callable[..., T], *arguments: Any) -> T:
-        """Return what `work` on a message returns, off the event loop when it is large: 64 MiB of rewards take 3 s."""
-        if message.ByteSize() <= LARGE_BYTES:
-            return work(*arguments)
-        return await asyncio.to_thread(work, *arguments)
-
     async def body_hash(self, request: Message) -> str:
         """Return the hash of a mutation's body."""
-        return await self.off_loop(request, body_hash, request)
+        return await off_loop(request, body_hash, request)
 
     @property
     def context(self) -> int:
