@@ -50,6 +50,9 @@ async def test_health_by_service(api: Api) -> None:
     # No policy server is attached, so sampling is not possible.
     sampling = health_pb2.HealthCheckRequest(service="qerld.v1.RolloutService")
     assert (await health.Check(sampling)).status == NOT_SERVING
+    watch = health.Watch(health_pb2.HealthCheckRequest(service="qerld.v1.RunService"))
+    assert (await watch.read()).status == SERVING
+    watch.cancel()
     unknown = health_pb2.HealthCheckRequest(service="nobody")
     assert (await failure(health.Check(unknown))).code() is grpc.StatusCode.NOT_FOUND
 

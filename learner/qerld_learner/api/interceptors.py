@@ -7,6 +7,7 @@ are yielded. Both interceptors therefore wrap through `_rewrap`.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import time
 import uuid
@@ -41,6 +42,16 @@ def _rewrap(
     if handler.request_streaming:
         return grpc.stream_unary_rpc_method_handler(unary(handler.stream_unary), *serializers)
     return grpc.unary_unary_rpc_method_handler(unary(handler.unary_unary), *serializers)
+
+
+async def _responses(behaviour: StreamBehaviour, request: Any, context: Context) -> AsyncIterator[Any]:
+    """Yield what a behaviour yields. One that writes to the context itself (Watch of gRPC's health) is a coroutine."""
+    answer: Any = behaviour(request, context)
+    if inspect.isawaitable(answer):
+        await answer
+        return
+    async for response in answer:
+        yield response
 
 
 async def _fail(context: Context, method: str, error: Exception) -> None:
@@ -78,7 +89,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         def stream(behaviour: StreamBehaviour) -> StreamBehaviour:
             async def wrapped(request: Any, context: Context) -> AsyncIterator[Any]:
                 try:
-                    async for response in behaviour(request, context):
+                    async for response in _responses(behaviour, request, context):
                         yield response
                 except (grpc.aio.AbortError, grpc.RpcError):
                     raise
@@ -114,7 +125,7 @@ class MetricsInterceptor(grpc.aio.ServerInterceptor):
         def stream(behaviour: StreamBehaviour) -> StreamBehaviour:
             async def wrapped(request: Any, context: Context) -> AsyncIterator[Any]:
                 with _Timed(self._metrics, service, method, context):
-                    async for response in behaviour(request, context):
+                    async for response in _responses(behaviour, request, context):
                         yield response
 
             return wrapped
