@@ -35,7 +35,7 @@ class PolicyMetrics:
         self.load_failures = Counter(
             "qerld_policy_adapter_load_failures",
             "Versions that could not be loaded.",
-            ["reason"],  # download, adapter, slots
+            ["reason"],  # download, adapter, slots, noise
             registry=r,
         )
         self.unloads = Counter("qerld_policy_adapter_unloads", "Versions drained and unloaded.", registry=r)

@@ -146,7 +146,7 @@ class Reconciler:
 
     def _advance(self) -> None:
         todo = plan(self._desired, self._held, self._slots)
-        self._refused = {
+        refused = {
             **self._invalid,
             **{
                 adapter.id: f"slots: {self._slots} (max_loras) are taken by more important versions, this one needs "
@@ -154,6 +154,9 @@ class Reconciler:
                 for adapter in todo.excess
             },
         }
+        for identity in refused.keys() - self._refused.keys():
+            self._metrics.load_failures.labels(refused[identity].partition(":")[0]).inc()
+        self._refused = refused
         for identity in todo.forget:
             self._folders.remove(self._held.pop(identity).adapter)
         for identity in todo.unload:

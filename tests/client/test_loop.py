@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 import urllib.request
+from collections import Counter
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
+from qerld.v1.rollout_pb2 import GroupState
 from qerld_client import (
     AdaptiveNoise,
     AsyncClient,
     Client,
+    FinishReason,
     LoraConfig,
     NoiseSchedule,
     Optimizer,
@@ -22,7 +29,7 @@ from qerld_client import (
     RunState,
     Task,
 )
-from qerld_learner.metrics import STEP_GAUGES
+from qerld_learner.metrics import REPLICA_STATES, STEP_GAUGES, LearnerMetrics
 
 from .conftest import Target, loop_of
 
@@ -31,6 +38,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.engine
 STEPS = 3
+BUFFERED = ("queued", "sampling", "awaiting_rewards", "ready", "batched")
+PHASES = ("sample_wait", "load", "forward", "backward", "optimizer", "commit", "train", "promote")
 
 
 def config() -> RunConfig:
@@ -76,32 +85,126 @@ async def sampled(
         yield client
 
 
-async def test_the_async_loop_trains_and_moves_every_metric(trained: Target) -> None:
+@dataclass
+class Ledger:
+    """What the API says of a run: what its metrics must add up to."""
+
+    states: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    sampled_tokens: int = 0
+    outcomes: int = 0
+    trained: dict[int, list[Rollout]] = field(default_factory=dict)
+
+    def counts(self, run: str) -> dict[str, float]:
+        """Series and values of the metrics that the API's answers determine."""
+        found = {f'qerld_buffer_groups{{run="{run}",state="{state}"}}': self.states[state] for state in BUFFERED}
+        for reason, count in self.reasons.items():
+            found[f'qerld_rollouts_total{{finish_reason="{reason}",run="{run}"}}'] = count
+        found[f'qerld_sampled_tokens_total{{run="{run}"}}'] = self.sampled_tokens
+        found[f'qerld_groups_total{{how="trained",run="{run}"}}'] = self.states["trained"]
+        return found
+
+
+async def ledger_of(client: AsyncClient, run: str) -> Ledger:
+    ledger = Ledger()
+    async for group in client.list_groups(run):
+        ledger.states[GroupState.Name(group.state).removeprefix("GROUP_STATE_").lower()] += 1
+        ledger.outcomes += group.outcomes
+        for rollout_id in group.rollout_ids:
+            rollout = await client.get_rollout(rollout_id)
+            ledger.sampled_tokens += len(rollout.completion.ids)
+            ledger.reasons[FinishReason.Name(rollout.finish_reason).removeprefix("FINISH_REASON_").lower()] += 1
+            if step := (await client.get_receipt(rollout_id)).step:
+                ledger.trained.setdefault(step, []).append(rollout)
+    return ledger
+
+
+async def settled(client: AsyncClient, run: str, port: int) -> tuple[Ledger, dict[str, float]]:
+    """The ledger and the metrics once nothing moves any more: a request of the loop's end may still be on its way."""
+    end = time.monotonic() + 60
+    while True:
+        ledger, page = await ledger_of(client, run), await asyncio.to_thread(_scrape, port)
+        expected = {**ledger.counts(run), 'qerld_replicas{state="serving"}': 1}
+        found = {series: page.get(series) for series in expected}
+        if found == expected and not ledger.states["sampling"]:
+            return ledger, page
+        differing = {series: (found[series], expected[series]) for series in expected}
+        assert time.monotonic() < end, {name: pair for name, pair in differing.items() if pair[0] != pair[1]}
+        await asyncio.sleep(0.2)
+
+
+async def test_every_metric_of_a_run_says_what_happened(trained: Target) -> None:
     run = "asyncio"
-    async with AsyncClient(trained.address) as client, asyncio.timeout(240):
+    async with AsyncClient(trained.address) as client, asyncio.timeout(280):
         await client.create_run(run, config())
         reports = [report async for report in client.train(run, tasks(), reward, concurrency=4)]
+        ledger, page = await settled(client, run, trained.metrics_port)
+        live = await client.get_policy(run)
     assert [report.step for report in reports] == [1, 2, 3]
     assert reports[-1].state == RunState.RUN_STATE_COMPLETED
     assert all(report.metrics["logprob_gap"] < 1e-3 for report in reports)
-    page = await asyncio.to_thread(_scrape, trained.metrics_port)
-    for name in STEP_GAUGES:
-        assert f'qerld_{name}{{run="{run}"}}' in page, name
-    assert page[f'qerld_steps_total{{run="{run}"}}'] == STEPS
-    assert page[f'qerld_sigma{{run="{run}"}}'] > 0
-    assert page[f'qerld_swap_seconds_count{{run="{run}"}}'] >= STEPS
-    assert page[f'qerld_canaries_total{{result="passed",run="{run}"}}'] == STEPS
-    assert page[f'qerld_canary_failures_total{{run="{run}"}}'] == 0
-    for name in ("trained_tokens_total", "computed_tokens_total", "sampled_tokens_total"):
-        assert page[f'qerld_{name}{{run="{run}"}}'] > 0, name
-    assert sum(value for key, value in page.items() if "qerld_rollouts_total" in key and run in key) >= 8 * STEPS
-    phases = {key for key in page if key.startswith("qerld_step_phase_seconds_sum") and run in key}
-    assert len(phases) >= 4
-    # Gauges of state are read once a second, and a server that loads the last version is not serving for a moment.
-    async with asyncio.timeout(60):
-        while page['qerld_replicas{state="serving"}'] != 1:
-            await asyncio.sleep(0.2)
-            page = await asyncio.to_thread(_scrape, trained.metrics_port)
+
+    def value(name: str, **labels: str) -> float:
+        inside = ",".join(f'{key}="{text}"' for key, text in sorted({"run": run, **labels}.items()))
+        return page[f"qerld_{name}{{{inside}}}"]
+
+    # The gauges of a step are those of its report, and the report is right about what can be worked out here.
+    last = reports[-1].metrics
+    assert {name: value(name) for name in STEP_GAUGES} == {name: last[name] for name in STEP_GAUGES}
+    rewards = [reward(rollout) for rollout in ledger.trained[STEPS]]
+    assert value("reward_mean") == pytest.approx(fmean(rewards), rel=1e-5)
+    assert value("reward_std") == pytest.approx(pstdev(rewards), rel=1e-5)
+    assert value("sigma") == live.noise.sigma == pytest.approx(1e-2)  # of two stages the first is clean
+    lags = [STEPS - 1 - span.version for rollout in ledger.trained[STEPS] for span in rollout.spans]
+    assert (value("lag_mean"), value("lag_max")) == (fmean(lags), max(lags))
+    assert 0 < value("entropy") <= math.log(512)
+    assert value("ratio_mean") == pytest.approx(1, abs=0.2)
+    assert value("clipped_share") == 0  # idle under truncated importance sampling
+    assert value("mismatch_kl") > 0  # sampled under noise, trained without
+    assert value("logprob_gap") == value("canary_gap")
+    assert value("zero_variance_share") == 0
+    # Counters add up over the steps.
+    rollouts = [rollout for step in ledger.trained.values() for rollout in step]
+    assert value("steps_total") == STEPS
+    assert value("trained_tokens_total") == sum(len(rollout.completion.ids) for rollout in rollouts)
+    computed = [report.metrics["tokens_computed"] for report in reports]
+    assert value("computed_tokens_total") == sum(computed) < 4 * value("trained_tokens_total")
+    assert value("sampled_tokens_total") >= value("trained_tokens_total")
+    # Outcomes of groups that are stale by then are accepted, too, and a ready group may get stale.
+    assert value("outcomes_total", answer="accepted") >= ledger.outcomes >= value("groups_total", how="ready") * 4
+    ready = ledger.states["trained"] + ledger.states["ready"]
+    assert ready <= value("groups_total", how="ready") <= ready + ledger.states["dropped"]
+    assert value("groups_total", how="trained") == 2 * STEPS
+    # Seconds by phase, and of swaps.
+    for phase in PHASES:
+        seconds = [report.phase_seconds[phase] for report in reports]
+        assert value("step_phase_seconds_count", phase=phase) == STEPS
+        assert value("step_phase_seconds_sum", phase=phase) == pytest.approx(sum(seconds))
+        assert min(seconds) >= 0
+        assert sum(seconds) > 0
+    assert value("swap_seconds_count") == STEPS
+    assert value("swap_seconds_sum") == pytest.approx(value("step_phase_seconds_sum", phase="promote"))
+    # Versions and canaries.
+    assert value("live_version") == live.policy.version == STEPS
+    assert value("canaries_total", result="passed") == STEPS
+    assert (value("canary_failures_total"), value("reverted_total")) == (0, 0)
+    # The buffer and the servers now.
+    assert value("buffer_capacity_groups") == 2 * (2 + 1)
+    assert [page[f'qerld_replicas{{state="{state}"}}'] for state in REPLICA_STATES] == [1, 0, 0, 0]
+    assert page["qerld_trainer_deaths_total"] == 0
+    # Store and RPCs: each mutation in some commit, each call under its method and code.
+    assert page["qerld_store_mutations_total"] >= page["qerld_store_commit_seconds_count"] > STEPS
+    assert page["qerld_store_commit_seconds_sum"] > 0
+    labels = 'grpc_method="{}",grpc_service="qerld.v1.{}"'
+    create = labels.format("CreateRun", "RunService")
+    assert page[f'grpc_server_handled_total{{grpc_code="OK",{create}}}'] == 1
+    assert page[f"grpc_server_handling_seconds_count{{{create}}}"] == 1
+    assert page[f"grpc_server_handling_seconds_sum{{{create}}}"] > 0
+    submit = labels.format("SubmitRewards", "RewardService")
+    assert page[f'grpc_server_handled_total{{grpc_code="OK",{submit}}}'] >= 2 * STEPS
+    families = {family.name for family in LearnerMetrics().registry.collect()}
+    ours = {name for name in families if name.startswith(("qerld_", "grpc_"))}
+    assert {name for name in ours if not any(key.startswith(name) for key in page)} == set()
 
 
 def _scrape(port: int) -> dict[str, float]:

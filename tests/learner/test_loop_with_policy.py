@@ -8,10 +8,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from qerld_learner.api.server import running_server
 from qerld_learner.core import Learner
 from qerld_learner.errors import NotFoundError
+from qerld_learner.metrics import LearnerMetrics
 from qerld_learner.records import (
     FinishReason,
     GroupOpened,
@@ -32,9 +35,11 @@ from qerld_service.engine import PolicyEngine
 from qerld_service.policy import running_policy
 from qerld_service.settings import PolicySettings
 
-from .conftest import PROMPT_IDS, new_id, new_run, options_for, prompt, reward, trajectory, until
+from .conftest import PROMPT_IDS, imported, new_id, new_run, options_for, prompt, reward, trajectory, until
 
 pytestmark = pytest.mark.engine
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 @dataclass
@@ -46,6 +51,7 @@ class Loop:
     model: Path
     engine: PolicyEngine
     folder: Path
+    metrics: LearnerMetrics
     servers: int = 0
 
     @asynccontextmanager
@@ -71,16 +77,38 @@ class Loop:
             await until(self._attached)
             yield
 
+    @asynccontextmanager
+    async def health_of_sampling(self) -> AsyncIterator[list[int]]:
+        """What gRPC health says of RolloutService, from change to change."""
+        said: list[int] = []
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{self.port}") as channel:
+
+            async def watch() -> None:
+                request = health_pb2.HealthCheckRequest(service="qerld.v1.RolloutService")
+                async for answer in health_pb2_grpc.HealthStub(channel).Watch(request):
+                    said.append(answer.status)
+
+            watching = asyncio.create_task(watch())
+            yield said
+            watching.cancel()
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Value of a series that the learner has counted or set."""
+        value = self.metrics.registry.get_sample_value(f"qerld_{name}", labels)
+        assert value is not None
+        return value
+
     async def _attached(self) -> bool:
         return bool(self.learner.replicas())
 
 
 @pytest.fixture
 async def loop(engine: PolicyEngine, tiny_model: tuple[Path, Path], tmp_path: Path) -> AsyncIterator[Loop]:
-    learner = await Learner.open(options_for(tmp_path / "state", tiny_model[1], admission_timeout=20.0))
+    metrics = LearnerMetrics()
+    learner = await Learner.open(options_for(tmp_path / "state", tiny_model[1], admission_timeout=60.0), metrics)
     settings = LearnerSettings(model=tiny_model[1], port=0, metrics_port=0)
-    async with running_server(learner, settings) as port:
-        yield Loop(learner, port, tiny_model[1], engine, tmp_path)
+    async with running_server(learner, settings, metrics) as port:
+        yield Loop(learner, port, tiny_model[1], engine, tmp_path, metrics)
     await learner.close()
 
 
@@ -115,8 +143,10 @@ async def test_versions_go_live_and_every_token_knows_its_version(loop: Loop) ->
     learner = loop.learner
     noise = {"noise_schedule": "exponential", "sigma_start": 0.05, "sigma_end": 0.01, "noise_stages": 3}
     run = await new_run(learner, **noise, schedule_steps=3, max_steps=3)
-    async with loop.policy():
+    async with loop.policy(), loop.health_of_sampling() as health:
         reports = await train(learner, run, 3)
+    # Not serving before the server had loaded version 0; then serving, across three swaps.
+    assert health in ([NOT_SERVING, SERVING], [SERVING])
     assert [(report.step, report.version) for report in reports] == [(1, 1), (2, 2), (3, 3)]
     assert [report.metrics["sigma"] for report in reports] == [0.0, 0.05, pytest.approx(0.01)]
     assert all(report.metrics["logprob_gap"] < 1e-3 for report in reports)
@@ -186,12 +216,15 @@ async def test_the_trainer_agrees_with_the_noisy_server_on_several_turns(loop: L
 async def test_folders_of_old_versions_are_collected(
     tiny_model: tuple[Path, Path], engine: PolicyEngine, tmp_path: Path
 ) -> None:
-    options = options_for(tmp_path / "state", tiny_model[1], admission_timeout=20.0, keep_versions=1)
-    learner = await Learner.open(options)
+    options = options_for(tmp_path / "state", tiny_model[1], admission_timeout=60.0, keep_versions=1)
+    metrics = LearnerMetrics()
+    learner = await Learner.open(options, metrics)
     settings = LearnerSettings(model=tiny_model[1], port=0, metrics_port=0)
-    async with running_server(learner, settings) as port:
-        loop = Loop(learner, port, tiny_model[1], engine, tmp_path)
+    async with running_server(learner, settings, metrics) as port:
+        loop = Loop(learner, port, tiny_model[1], engine, tmp_path, metrics)
         run = await new_run(learner, max_lag=1, groups_per_step=1, max_steps=4)
+        # Never rewarded, and beyond the lag as soon as version 2 is live.
+        late = await imported(learner, run)
         async with loop.policy():
             await train(learner, run, 4)
 
@@ -200,6 +233,8 @@ async def test_folders_of_old_versions_are_collected(
                 return found == {"00000003", "00000004"}  # the newest, and what is within the lag
 
             await until(collected)
+        assert (await learner.receipt(late.rollout_ids[0])).state is ReceiptState.DROPPED_STALE
+        assert loop.metric("groups_total", run=run, how="dropped_stale") >= 1
         with pytest.raises(NotFoundError, match="was collected"):
             await learner.adapter_file(run, 2, "adapter_model.safetensors")
         path, _ = await learner.adapter_file(run, 3, "adapter_model.safetensors")
@@ -284,3 +319,10 @@ async def test_a_version_beyond_the_canary_goes_back(loop: Loop) -> None:
     assert len(reverted) == 2
     receipt = await learner.receipt(reverted[0].rollout_ids[0])
     assert receipt.state is ReceiptState.REVERTED
+    assert loop.metric("groups_total", run=run, how="reverted") == 2
+    assert loop.metric("canaries_total", run=run, result="failed") == 2
+    assert loop.metric("canary_failures_total", run=run) == 2
+    assert loop.metric("reverted_total", run=run) == 1
+    assert loop.metric("canary_gap", run=run) > 0
+    assert loop.metric("steps_total", run=run) == 1
+    assert loop.metric("live_version", run=run) == 0

@@ -312,42 +312,6 @@ async def test_a_cancelled_call_is_aborted_in_the_engine(
     assert sample(text, 'qerld_policy_requests_total{code="CANCELLED",method="Generate"}') == 1
 
 
-async def test_metrics(policy: RunningPolicy, peer: PeerLearner, stub: Any, tmp_path: Path) -> None:
-    bad = make_adapter(tmp_path / "bad", 2, 0.5)
-    truncate(bad)
-    await peer.desire("secret-run", 7, make_adapter(tmp_path / "a", 1, 0.5), sigma=0.05)
-    await peer.desire("secret-run", 8, bad, live=False)
-    await peer.report(lambda r: failed(8)(r) and state_of(r, 7, "secret-run").serving)
-    [(ids, _)] = await collect(stub, request(7, run="secret-run"))
-    await score(stub, 7, [ids], run="secret-run")
-    await refused(collect(stub, request(9, run="secret-run")))
-    text = await scrape(policy)
-    expected = {
-        "qerld_policy_engine_up": 1,
-        "qerld_policy_attached": 1,
-        "qerld_policy_reconciled": 0,
-        "qerld_policy_desired_versions": 2,
-        "qerld_policy_serving_versions": 1,
-        "qerld_policy_slots": SLOTS,
-        "qerld_policy_slots_used": 2,
-        "qerld_policy_adapter_loads_total": 1,
-        'qerld_policy_adapter_load_failures_total{reason="adapter"}': 1,
-        "qerld_policy_swap_seconds_count": 1,
-        'qerld_policy_requests_in_flight{method="Generate"}': 0,
-        'qerld_policy_requests_total{code="OK",method="Generate"}': 1,
-        'qerld_policy_requests_total{code="OK",method="Score"}': 1,
-        'qerld_policy_requests_total{code="FAILED_PRECONDITION",method="Generate"}': 1,
-        'qerld_policy_request_seconds_count{method="Score"}': 1,
-        'qerld_policy_generated_tokens_total{method="Generate"}': len(ids),
-        "qerld_policy_scored_tokens_total": len(ids),
-    }
-    assert {series: sample(text, series) for series in expected} == expected
-    assert sample(text, "qerld_policy_noise_ratio") == pytest.approx(1, abs=0.05)
-    assert sample(text, "qerld_policy_download_bytes_total") > 1000
-    assert "vllm:num_requests_running" in text
-    assert "secret-run" not in text
-
-
 async def test_health_follows_the_desired_state(policy: RunningPolicy, peer: PeerLearner, tmp_path: Path) -> None:
     await peer.attached()
 
