@@ -18,7 +18,7 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version as version_of
 from pathlib import Path
@@ -88,42 +88,74 @@ async def running_policy(settings: PolicySettings, engine: PolicyEngine | None =
     async with contextlib.AsyncExitStack() as stack:
         folders = AdapterFolders(settings.cache_dir, settings.download_seconds, metrics.download_bytes.inc)
         stack.callback(folders.close)
-        # Before the engine starts, which takes a minute or two.
-        for name, host in (("port", settings.host), ("openai_port", HOST), ("metrics_port", settings.host)):
-            require_free_port(name, host, getattr(settings, name))
+        require_free_ports(settings)  # before the engine starts, which takes a minute or two
         metrics_port = stack.enter_context(serving_metrics(metrics, settings.host, settings.metrics_port))
         if engine is None:
             engine = await PolicyEngine.start(engine_config(settings))
             stack.push_async_callback(engine.stop)
         metrics.engine_up.set_function(lambda: float(not engine.errored))
         metrics.slots_used.set_function(lambda: len(engine.stats.in_flight))
-        channel = learner_channel(settings.learner, settings.reconnect_seconds)
-        stack.push_async_callback(channel.close)
-        reconciler = Reconciler(
-            engine, folders, policy_pb2_grpc.PolicyServiceStub(channel), settings.max_loras, metrics
-        )
+        channel = await stack.enter_async_context(learner_channel(settings.learner, settings.reconnect_seconds))
+        adapters = policy_pb2_grpc.PolicyServiceStub(channel)
+        reconciler = Reconciler(engine, folders, adapters, settings.max_loras, metrics)
         stack.push_async_callback(reconciler.close)
-        health_servicer = health.aio.HealthServicer()
-        server, port = await start_grpc(settings, PolicyReplicaServicer(engine, reconciler, metrics), health_servicer)
-        http = await start_http(settings, engine, reconciler, metrics)
-        stack.push_async_callback(drain, health_servicer, server, http, settings.drain_seconds)
-        hello = await asyncio.to_thread(hello_of, settings, engine, port)
-        attachment = Attachment(
-            channel,
-            hello,
-            reconciler,
-            metrics,
-            report_seconds=settings.report_seconds,
-            reconnect_seconds=settings.reconnect_seconds,
+        serving = await stack.enter_async_context(serving_requests(settings, engine, reconciler, metrics))
+        hello = await asyncio.to_thread(hello_of, settings, engine, serving.port)
+        work = (
+            attachment_of(settings, channel, hello, reconciler, metrics).run(),
+            publish_health(serving.health, reconciler),
+            engine_death(engine),
         )
-        tasks = [
-            asyncio.create_task(attachment.run()),
-            asyncio.create_task(publish_health(health_servicer, reconciler)),
-            asyncio.create_task(engine_death(engine)),
-        ]
-        stack.push_async_callback(cancel, tasks)
-        everything: frozenset[asyncio.Future[Any]] = frozenset([*tasks, reconciler.crashed])
-        yield RunningPolicy(hello, port, http.port, metrics_port, engine, reconciler, everything)
+        tasks = await stack.enter_async_context(running_tasks(*work))
+        everything = frozenset([*tasks, reconciler.crashed])
+        yield RunningPolicy(hello, serving.port, serving.openai_port, metrics_port, engine, reconciler, everything)
+
+
+def require_free_ports(settings: PolicySettings) -> None:
+    """Raise PortError, naming the setting, when a port is taken."""
+    for name, host in (("port", settings.host), ("openai_port", HOST), ("metrics_port", settings.host)):
+        require_free_port(name, host, getattr(settings, name))
+
+
+@dataclass(frozen=True)
+class Serving:
+    """Where requests are answered, and the gRPC health that is said of it."""
+
+    port: int
+    openai_port: int
+    health: health.aio.HealthServicer
+
+
+@contextlib.asynccontextmanager
+async def serving_requests(
+    settings: PolicySettings, engine: PolicyEngine, reconciler: Reconciler, metrics: PolicyMetrics
+) -> AsyncIterator[Serving]:
+    """Answer gRPC and OpenAI requests until left; then running ones may end for `drain_seconds`."""
+    health_servicer = health.aio.HealthServicer()
+    server, port = await start_grpc(settings, PolicyReplicaServicer(engine, reconciler, metrics), health_servicer)
+    http = await start_http(settings, engine, reconciler, metrics)
+    try:
+        yield Serving(port, http.port, health_servicer)
+    finally:
+        await drain(health_servicer, server, http, settings.drain_seconds)
+
+
+def attachment_of(
+    settings: PolicySettings,
+    channel: grpc.aio.Channel,
+    hello: replica_pb2.Hello,
+    reconciler: Reconciler,
+    metrics: PolicyMetrics,
+) -> Attachment:
+    """The attachment to the learner, not yet running."""
+    return Attachment(
+        channel,
+        hello,
+        reconciler,
+        metrics,
+        report_seconds=settings.report_seconds,
+        reconnect_seconds=settings.reconnect_seconds,
+    )
 
 
 def check_model(folder: Path) -> None:
@@ -242,10 +274,16 @@ async def drain(
     await asyncio.gather(server.stop(seconds), http.stop())
 
 
-async def cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+@contextlib.asynccontextmanager
+async def running_tasks(*work: Coroutine[Any, Any, Never]) -> AsyncIterator[list[asyncio.Future[Any]]]:
+    """Run coroutines until left; then they are cancelled."""
+    tasks: list[asyncio.Future[Any]] = [asyncio.create_task(one) for one in work]
+    try:
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def run(settings: PolicySettings) -> int:
