@@ -92,7 +92,7 @@ def watch_run(run: str, *, after_step: int | None = None, timeout: float | None 
 
 
 def list_replicas() -> Unary[list[run_pb2.Replica]]:
-    """Return the policy servers that are attached."""
+    """Return the attached policy servers, and those that were refused lately: their `refused_reason` says why."""
     request = run_pb2.ListReplicasRequest()
     return unary(lambda stubs: stubs.runs.ListReplicas, request, lambda response: list(response.replicas))
 
