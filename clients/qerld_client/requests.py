@@ -47,13 +47,16 @@ def prompt(value: PromptLike) -> common_pb2.Prompt:
     if isinstance(value, str):
         return common_pb2.Prompt(text=value)
     items = list(value)
-    if all(isinstance(item, int) for item in items):
-        return common_pb2.Prompt(ids=common_pb2.TokenIds(ids=[int(item) for item in items if isinstance(item, int)]))
+    ids = [item for item in items if isinstance(item, int) and not isinstance(item, bool)]
+    if ids and len(ids) == len(items):
+        return common_pb2.Prompt(ids=common_pb2.TokenIds(ids=ids))
     turns = [
-        common_pb2.Message(role=item["role"], content=item["content"]) for item in items if isinstance(item, Mapping)
+        common_pb2.Message(role=item["role"], content=item["content"])
+        for item in items
+        if isinstance(item, Mapping) and item.keys() >= {"role", "content"}
     ]
     if len(turns) != len(items):
-        raise TypeError("a prompt is a str, token ids, or a chat of {'role': …, 'content': …}; it mixes them")
+        raise TypeError("a prompt is a str, token ids, or a chat of {'role': …, 'content': …}")
     return common_pb2.Prompt(messages=common_pb2.Messages(messages=turns))
 
 

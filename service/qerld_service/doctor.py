@@ -141,6 +141,8 @@ def check_gpu() -> Check:
 
 
 def check_port(port: int) -> Check:
+    if not 0 <= port < 1 << 16:
+        return Check(f"port {port}", "fail", "not a port", "give one from 0 to 65535 (0 takes a free one)")
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

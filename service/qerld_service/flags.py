@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource
+from pydantic_settings import SettingsError as UnreadableError
 
 Settings = TypeVar("Settings", bound=BaseSettings)
 
@@ -68,6 +69,8 @@ def merged(model: type[Settings], file: Mapping[str, Any], given: Mapping[str, A
         layered: Settings = Layered(**given)
     except ValidationError as error:
         raise SettingsError("\n".join(problem(dict(entry)) for entry in error.errors())) from error
+    except UnreadableError as error:  # a variable of a table that is not JSON
+        raise SettingsError(f'{error}: must be a JSON object, such as {{"max_lora_rank": 16}}') from error
     return layered
 
 
@@ -85,7 +88,7 @@ def read_toml(path: Path | None) -> dict[str, Any]:
         return {}
     try:
         return tomllib.loads(path.read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise SettingsError(f"--config {path}: {error}") from error
 
 

@@ -185,6 +185,7 @@ class Reconciler:
         error = None if task.cancelled() else task.exception()
         if error is not None and not self.crashed.done():
             self.crashed.set_exception(error)
+            self.crashed.exception()  # nobody may be waiting for it any more: the server is on its way down
 
     async def _load(self, entry: Held) -> None:
         started = time.monotonic()

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -120,7 +121,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def require_free_ports(settings: ServeSettings) -> None:
-    """Look whether the ports are free, before anything is started; raises PortError."""
+    """Look whether the ports are free and differ, before anything is started; raises PortError."""
+    names: dict[int, str] = {}
+    for name in ("port", "openai_port", "learner_metrics_port", "policy_metrics_port"):
+        number = getattr(settings, name)
+        if number and (other := names.setdefault(number, name)) != name:
+            raise PortError(f"{name}: must differ from {other}, both are {number}; give another, or 0 for a free one")
     policy_host = str(settings.policy.get("host", LOOPBACK))
     require_free_port("port", settings.host, settings.port)
     require_free_port("openai_port", LOOPBACK, settings.openai_port)
@@ -133,6 +139,8 @@ async def serve(settings: ServeSettings) -> None:
     policy = RestartPolicy(
         first_delay=settings.restart_delay, quick_deaths=settings.quick_deaths, stop_grace=settings.stop_grace
     )
+    if settings.ready_file is not None:
+        prepare(settings.ready_file)
     supervisor = Supervisor(child_specs(settings), policy, say)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -145,6 +153,16 @@ async def serve(settings: ServeSettings) -> None:
         if settings.ready_file is not None:
             settings.ready_file.unlink(missing_ok=True)
     say("serve", "stopped")
+
+
+def prepare(ready_file: Path) -> None:
+    """Remove an earlier one; raises FolderError when it could not be written later."""
+    try:
+        ready_file.unlink(missing_ok=True)
+        ready_file.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=ready_file.parent).close()
+    except OSError as error:
+        raise FolderError(f"ready_file: {error}; give one in a folder that can be written") from error
 
 
 async def announce(settings: ServeSettings, supervisor: Supervisor) -> None:

@@ -61,6 +61,7 @@ def test_taken_port_is_a_failure() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         assert doctor.check_port(taken.getsockname()[1]).status == "fail"
+    assert doctor.check_port(99999999).found == "not a port"
 
 
 def test_package_versions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,6 +167,18 @@ def test_a_taken_port_is_refused_at_once(flag: str, tiny_model: tuple[Path, Path
     assert not (tmp_path / "state" / "ready").exists()
 
 
+def test_equal_ports_are_refused_at_once(tiny_model: tuple[Path, Path], tmp_path: Path) -> None:
+    same = ("--port", "18888", "--openai-port", "18888")  # refused before it matters whether it is free
+    [line] = refusal(tiny_model[1], tmp_path, *same).splitlines()
+    assert line.startswith("qerld serve: openai_port: must differ from port, both are 18888;")
+
+
+def test_a_ready_file_that_cannot_be_written_is_refused_at_once(tiny_model: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    [line] = refusal(tiny_model[1], tmp_path, "--ready-file", str(tmp_path / "file" / "ready.json")).splitlines()
+    assert line.startswith("qerld serve: ready_file: ")
+
+
 def test_a_setting_that_a_role_refuses_ends_all(tiny_model: tuple[Path, Path], tmp_path: Path) -> None:
     said = refusal(tiny_model[1], tmp_path, "--learner", "lease=-1")
     assert said.startswith("qerld serve: learner ended with status 2 after ")

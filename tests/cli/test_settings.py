@@ -48,11 +48,18 @@ def test_unknown_key_in_the_file_is_refused(tmp_path: Path) -> None:
         loaded("--config", str(file))
 
 
-def test_broken_file_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b"model = \n", b"\xff\xfe"])
+def test_broken_file_is_named(content: bytes, tmp_path: Path) -> None:
     file = tmp_path / "qerld.toml"
-    file.write_text("model = \n")
+    file.write_bytes(content)
     with pytest.raises(flags.SettingsError, match=r"qerld\.toml"):
         loaded("--config", str(file))
+
+
+def test_a_table_in_the_environment_is_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QERLD_SERVE_POLICY", "max_loras=4")
+    with pytest.raises(flags.SettingsError, match=r'"policy".*must be a JSON object'):
+        loaded("--model", "m")
 
 
 def test_config_prints_toml_that_gives_the_same_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

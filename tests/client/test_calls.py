@@ -317,8 +317,10 @@ def test_prompts() -> None:
     chat = prompt([{"role": "user", "content": "hi"}]).messages.messages
     assert [(turn.role, turn.content) for turn in chat] == [("user", "hi")]
     assert prompt(prompt("hi")) == prompt("hi")
-    with pytest.raises(TypeError, match="mixes them"):
-        prompt([1, {"role": "user", "content": "hi"}])  # type: ignore[list-item]
+    assert prompt([]).WhichOneof("form") == "messages"
+    for wrong in ([1, {"role": "user", "content": "hi"}], [True, False], [{"role": "user"}]):
+        with pytest.raises(TypeError, match="a prompt is"):
+            prompt(wrong)  # type: ignore[arg-type]
 
 
 def test_a_stream_that_broke_while_written_to_is_opened_again() -> None:

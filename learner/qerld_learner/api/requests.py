@@ -42,6 +42,11 @@ _FINISH_REASONS = {
 }
 
 
+# Longer text than this for a token of the context is refused before it costs seconds to tokenise.
+CHARACTERS_A_TOKEN = 32
+SLACK_CHARACTERS = 1 << 16
+
+
 @dataclass(frozen=True)
 class PromptLimits:
     """What a prompt is checked against: its run, the tokenizer, and the context in tokens."""
@@ -62,6 +67,12 @@ def prompt_ids(checks: Checks, prompt: common_pb2.Prompt, limits: PromptLimits, 
     }[form]
     if empty:
         checks.add(f"{field}.{empty}", "must not be empty; send messages, text or ids")
+        return ()
+    characters = len(prompt.text) + sum(len(turn.content) for turn in prompt.messages.messages)
+    most = SLACK_CHARACTERS + CHARACTERS_A_TOKEN * limits.context
+    if characters > most:
+        limit = f"must leave room in the context of {limits.context} tokens, has {characters} characters"
+        checks.add(f"{field}.{form}", f"{limit}; more than {most} are not even tokenised: shorten it")
         return ()
     ids = _tokenise(checks, prompt, limits.tokenizer, field)
     if len(ids) >= limits.context:
