@@ -84,7 +84,8 @@ class _Loop:
                     return
                 self._one(task(item))
         except Exception as error:
-            if not (isinstance(error, PreconditionError) and self._completed()):
+            # Nobody listens after the loop's end: the run may even be deleted by then.
+            if not (self._stop.is_set() or (isinstance(error, PreconditionError) and self._completed())):
                 self._events.put(error)
 
     def _completed(self) -> bool:
