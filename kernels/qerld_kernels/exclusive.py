@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 from typing import Self
 
-__all__ = ["FolderError", "FolderLock", "PortError", "port_error", "require_free_port", "require_unheld"]
+__all__ = ["FolderError", "FolderLock", "PortError", "bind_error", "port_error", "require_free_port", "require_unheld"]
 
 
 class FolderError(RuntimeError):
@@ -74,13 +74,20 @@ def require_free_port(setting: str, host: str, port: int) -> None:
     Raises:
         PortError: Names setting, address, reason and way out.
     """
+    if (error := bind_error(host, port)) is not None:
+        raise port_error(setting, host, port, error) from error
+
+
+def bind_error(host: str, port: int) -> OSError | None:
+    """Why a port cannot be bound now, None when it can."""
     address = host.strip("[]")
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((address, port))
         except OSError as error:
-            raise port_error(setting, host, port, error) from error
+            return error
+    return None
 
 
 def port_error(setting: str, host: str, port: int, error: OSError | RuntimeError) -> PortError:

@@ -23,7 +23,7 @@ from .leases import LeaseQueue
 from .loop import RunLoop, expire_overdue, keep_desired
 from .observer import Observer
 from .options import LearnerOptions, ModelInfo
-from .outcomes import MOST_OUTCOMES
+from .outcomes import MAX_OUTCOMES
 from .records import (
     Answer,
     CheckedOutcome,
@@ -376,8 +376,8 @@ class Learner:
 
 
 def _check_count(outcomes: Sequence[Outcome]) -> None:
-    if len(outcomes) > MOST_OUTCOMES:
-        text = f"must be at most {MOST_OUTCOMES} a message, got {len(outcomes)}; send several messages"
+    if len(outcomes) > MAX_OUTCOMES:
+        text = f"must be at most {MAX_OUTCOMES} a message, got {len(outcomes)}; send several messages"
         raise InvalidRequestError([Violation("outcomes", text)])
 
 

@@ -16,7 +16,7 @@ from .records import (
     RolloutState,
 )
 
-MOST_OUTCOMES = 4096
+MAX_OUTCOMES = 4096
 MAX_REWARD = 1e6
 """Largest |reward|, of a rollout and of each turn and token. With importance ratios of up to e^20 and 1e8 weights, the
 squared norm of a gradient then stays below the 3.4e38 of fp32; an infinite one would pause the run."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from .observer import Observer
 from .trainer.client import TrainerDiedError, TrainerProcess
-from .trainer.messages import Progress, Reply, Request
+from .trainer.messages import Reply, Request
 
 # Doubled with each death in a row: what kills a trainer at once must not start one process after the other.
 RESTART_SECONDS = 1.0
@@ -37,7 +37,6 @@ class TrainerHost:
         *,
         attempts: int,
         before: Callable[[], None] | None = None,
-        on_progress: Callable[[Progress], None] | None = None,
     ) -> Reply:
         """Return the reply, starting the process when it does not run and again when it dies.
 
@@ -49,7 +48,7 @@ class TrainerHost:
                     await self._start()
                     if before is not None:
                         before()
-                    return await self._process.call(request, on_progress)
+                    return await self._process.call(request)
                 except TrainerDiedError:
                     self._observer.trainer_died()
                     if attempt == attempts:

@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from qerld_kernels.exclusive import bind_error
 from rich.console import Console
 from rich.table import Column, Table
 
@@ -143,13 +143,9 @@ def check_gpu() -> Check:
 def check_port(port: int) -> Check:
     if not 0 <= port < 1 << 16:
         return Check(f"port {port}", "fail", "not a port", "give one from 0 to 65535 (0 takes a free one)")
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            advice = "stop what listens there, or give `qerld serve` another port (0 takes a free one)"
-            return Check(f"port {port}", "fail", error.strerror or str(error), advice)
+    if (error := bind_error("127.0.0.1", port)) is not None:
+        advice = "stop what listens there, or give `qerld serve` another port (0 takes a free one)"
+        return Check(f"port {port}", "fail", error.strerror or str(error), advice)
     return Check(f"port {port}", "ok", "free")
 
 

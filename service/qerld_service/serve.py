@@ -122,16 +122,18 @@ def main(argv: Sequence[str]) -> int:
 
 def require_free_ports(settings: ServeSettings) -> None:
     """Look whether the ports are free and differ, before anything is started; raises PortError."""
+    ports = {
+        "port": (settings.host, settings.port),
+        "openai_port": (LOOPBACK, settings.openai_port),
+        "learner_metrics_port": (settings.host, settings.learner_metrics_port),
+        "policy_metrics_port": (str(settings.policy.get("host", LOOPBACK)), settings.policy_metrics_port),
+    }
     names: dict[int, str] = {}
-    for name in ("port", "openai_port", "learner_metrics_port", "policy_metrics_port"):
-        number = getattr(settings, name)
-        if number and (other := names.setdefault(number, name)) != name:
-            raise PortError(f"{name}: must differ from {other}, both are {number}; give another, or 0 for a free one")
-    policy_host = str(settings.policy.get("host", LOOPBACK))
-    require_free_port("port", settings.host, settings.port)
-    require_free_port("openai_port", LOOPBACK, settings.openai_port)
-    require_free_port("learner_metrics_port", settings.host, settings.learner_metrics_port)
-    require_free_port("policy_metrics_port", policy_host, settings.policy_metrics_port)
+    for name, (_host, port) in ports.items():
+        if port and (other := names.setdefault(port, name)) != name:
+            raise PortError(f"{name}: must differ from {other}, both are {port}; give another, or 0 for a free one")
+    for name, (host, port) in ports.items():
+        require_free_port(name, host, port)
 
 
 async def serve(settings: ServeSettings) -> None:

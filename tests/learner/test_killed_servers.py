@@ -33,7 +33,7 @@ from qerld_service.serve import child, free_port
 from qerld_service.settings import PolicySettings
 from qerld_service.supervise import RestartPolicy, Supervisor
 
-from .conftest import PROMPT_IDS, imported, new_id, new_run, options_for, reward, reward_all, until
+from .conftest import PROMPT_IDS, imported, new_id, new_run, options_for, policy_values, reward, reward_all, until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -71,7 +71,7 @@ class Loop:
 
     @asynccontextmanager
     async def second_server(self, engine: PolicyEngine) -> AsyncIterator[None]:
-        settings = PolicySettings(**flags(self.model, self.port, self.folder / "second", port=0))  # type: ignore[arg-type]
+        settings = PolicySettings(**policy_values(self.model, self.port, self.folder / "second"))  # type: ignore[arg-type]
 
         async def both() -> bool:
             return sum(bool(info.loaded) for info in self.learner.replicas()) == 2
@@ -81,31 +81,13 @@ class Loop:
             yield
 
 
-def flags(model: Path, learner_port: int, cache: Path, port: int) -> dict[str, object]:
-    return {
-        "model": model,
-        "learner": f"127.0.0.1:{learner_port}",
-        "port": port,
-        "openai_port": 0,
-        "metrics_port": 0,
-        "cache_dir": cache,
-        "dtype": "float32",
-        "max_loras": 6,
-        "max_lora_rank": 8,
-        "max_model_len": 256,
-        "report_seconds": 0.5,
-        "reconnect_seconds": 0.5,
-        "drain_seconds": 1.0,
-    }
-
-
 @pytest.fixture(scope="module")
 async def loop(tiny_model: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Loop]:
     folder, model = tmp_path_factory.mktemp("killed"), tiny_model[1]
     learner = await Learner.open(options_for(folder / "state", model, admission_timeout=60.0))
     run = await new_run(learner, groups_per_step=1, max_lag=15, max_tokens=TOKENS)
     async with running_server(learner, LearnerSettings(model=model, port=0, metrics_port=0)) as port:
-        values = flags(model, port, folder / "cache", port=free_port())
+        values = policy_values(model, port, folder / "cache") | {"port": free_port()}
         spec = child("policy", "qerld_service.policy", values, folder, {"OMP_NUM_THREADS": "1"})
         lines: list[str] = []
         restarts = RestartPolicy(first_delay=0.1, stop_grace=5.0)
@@ -314,7 +296,7 @@ async def test_a_server_that_leaves_during_the_canary_has_not_passed_the_version
         return versions[0].version == 1 and versions[0].state is not VersionState.STAGED
 
     async with running_server(learner, LearnerSettings(model=tiny_model[1], port=0, metrics_port=0)) as port:
-        values = {**flags(tiny_model[1], port, tmp_path / "cache", port=0), "drain_seconds": 0.0}
+        values = policy_values(tiny_model[1], port, tmp_path / "cache") | {"drain_seconds": 0.0}
         async with running_policy(PolicySettings(**values), engine):  # type: ignore[arg-type]
             await reward_all(learner, await imported(learner, run), [0.0, 1.0, 0.0, 1.0])
             await until(in_canary)

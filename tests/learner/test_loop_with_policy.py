@@ -35,7 +35,18 @@ from qerld_service.engine import PolicyEngine
 from qerld_service.policy import running_policy
 from qerld_service.settings import PolicySettings
 
-from .conftest import PROMPT_IDS, imported, new_id, new_run, options_for, prompt, reward, trajectory, until
+from .conftest import (
+    PROMPT_IDS,
+    imported,
+    new_id,
+    new_run,
+    options_for,
+    policy_values,
+    prompt,
+    reward,
+    trajectory,
+    until,
+)
 
 pytestmark = pytest.mark.engine
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -58,21 +69,8 @@ class Loop:
     async def policy(self) -> AsyncIterator[None]:
         """A policy server on the shared engine, attached."""
         self.servers += 1
-        settings = PolicySettings(
-            model=self.model,
-            learner=f"127.0.0.1:{self.port}",
-            port=0,
-            openai_port=0,
-            metrics_port=0,
-            cache_dir=self.folder / f"cache-{self.servers}",
-            dtype="float32",
-            max_loras=6,
-            max_lora_rank=8,
-            max_model_len=256,
-            report_seconds=0.5,
-            reconnect_seconds=0.2,
-            drain_seconds=1,
-        )
+        values = policy_values(self.model, self.port, self.folder / f"cache-{self.servers}")
+        settings = PolicySettings(**values | {"reconnect_seconds": 0.2})  # type: ignore[arg-type]
         async with running_policy(settings, self.engine):
             await until(self._attached)
             yield

@@ -16,11 +16,11 @@ from qerld.v1 import common_pb2, replica_pb2, reward_pb2, rollout_pb2
 from qerld_learner import records
 from qerld_learner.api.checks import MAX_GROUP_SIZE, MAX_LABEL_KEY, MAX_ROLLOUT_ID, MAX_SEED, Checks
 from qerld_learner.errors import InvalidRequestError
+from qerld_learner.outcomes import MAX_OUTCOMES
 from qerld_learner.tokens import PromptTokenizer
 
 MAX_STOPS = 64
 MAX_STOP_STRING = 256
-MAX_OUTCOMES = 4096
 MAX_VALUES = 1 << 18
 """Rewards by turn or token in one message: the store's one writer takes half a second for so many."""
 MAX_COMPONENTS = 64

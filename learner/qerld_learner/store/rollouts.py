@@ -176,14 +176,31 @@ def _rollouts_query() -> Select[Any]:
     ).join(groups, groups.c.group_id == rollouts.c.group_id)
 
 
+# Without tokens and prompt: receipts are read in the transactions that store rewards.
+_RECEIPTS = select(
+    rollouts.c.rollout_id,
+    rollouts.c.group_id,
+    rollouts.c.run,
+    rollouts.c.receipt,
+    rollouts.c.receipt_at,
+    rollouts.c.step,
+    rollouts.c.version,
+    rollouts.c.advantage,
+    rollouts.c.ratio,
+    rollouts.c.clipped_share,
+    groups.c.outcomes,
+    groups.c.group_size,
+).join(groups, groups.c.group_id == rollouts.c.group_id)
+
+
+def _rows_of(connection: Connection, query: Select[Any], ids: Sequence[str]) -> Iterator[RowMapping]:
+    for chunk in chunks(ids):
+        yield from connection.execute(query.where(rollouts.c.rollout_id.in_(chunk))).mappings()
+
+
 def find_rollouts(connection: Connection, ids: Sequence[str]) -> dict[str, RolloutRecord]:
     """Return the rollouts that exist, by id."""
-    return {row["rollout_id"]: rows.rollout_record(row) for row in _rows_of(connection, ids)}
-
-
-def _rows_of(connection: Connection, ids: Sequence[str]) -> Iterator[RowMapping]:
-    for chunk in chunks(ids):
-        yield from connection.execute(_rollouts_query().where(rollouts.c.rollout_id.in_(chunk))).mappings()
+    return {row["rollout_id"]: rows.rollout_record(row) for row in _rows_of(connection, _rollouts_query(), ids)}
 
 
 def find_rollout(connection: Connection, rollout_id: str) -> RolloutRecord:
@@ -196,9 +213,8 @@ def find_rollout(connection: Connection, rollout_id: str) -> RolloutRecord:
 
 def find_receipts(connection: Connection, ids: Sequence[str], run: str | None = None) -> dict[str, Receipt]:
     """Return the receipts of the rollouts that exist (of `run`, when one is named), by id."""
-    return {
-        row["rollout_id"]: rows.receipt(row) for row in _rows_of(connection, ids) if run is None or row["run"] == run
-    }
+    found = _rows_of(connection, _RECEIPTS, ids)
+    return {row["rollout_id"]: rows.receipt(row) for row in found if run is None or row["run"] == run}
 
 
 def group_rollouts(connection: Connection, group_id: str) -> list[RolloutRecord]:
