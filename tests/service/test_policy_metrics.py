@@ -70,7 +70,7 @@ async def test_the_life_of_a_version_in_numbers(
     assert "vllm:num_requests_running" in text
 
     begun = time.monotonic()
-    running = await begin(stub, request(7, run=RUN, count=4, max_tokens=100))
+    running = await begin(stub, request(7, run=RUN, count=4, max_tokens=200))
     text = await scrape(policy)
     assert not running.done()
     assert sample(text, P + 'requests_in_flight{method="Generate"}') == 1
