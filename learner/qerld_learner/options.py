@@ -33,7 +33,7 @@ class LearnerOptions:
     state_dir: Path
     base_model: Path
     store_url: str | None = None
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: str = "cpu"
     token_budget: int = 4096
     cache_dequantized: bool = False

@@ -45,7 +45,7 @@ class LearnerSettings(BaseSettings):
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Where the trainer computes; auto takes an NVIDIA GPU when there is one."
     )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Number format of activations; policy servers must use the same. Auto: float32 on the CPU."
     )
     token_budget: int = Field(4096, ge=16, description="Prefix-tree tokens in one micro-batch of the trainer.")

@@ -64,7 +64,7 @@ class ServeSettings(BaseSettings):
         9465, ge=0, le=65535, description="Port of the policy server's Prometheus metrics; 0 takes a free one."
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the roles compute; auto asks nvidia-smi.")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Number format of activations; auto is float32 on the CPU and bfloat16 on a GPU."
     )
     ready_file: Path | None = Field(None, description="File that gets the ports, as JSON, once both roles serve.")

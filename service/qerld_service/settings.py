@@ -33,7 +33,7 @@ class PolicySettings(BaseSettings):
         Path("runs/policy"), description="Folder for downloaded adapters; one policy server a folder."
     )
     ready_file: Path | None = Field(None, description="File that gets the ports, as JSON, once the server serves.")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Number format of activations; auto is float32 on the CPU and bfloat16 on a GPU."
     )
     max_loras: int = Field(

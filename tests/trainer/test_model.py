@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import pytest
@@ -14,7 +15,7 @@ from qerld_learner.trainer import lora
 from qerld_learner.trainer.logprobs import Head, pair_logprobs
 from qerld_learner.trainer.messages import LoraShape, NoiseSpec, TrainerConfig
 from qerld_learner.trainer.model import BaseModel
-from qerld_learner.trainer.nvfp4_linear import Nvfp4Linear, Scratch
+from qerld_learner.trainer.nvfp4_linear import Nvfp4Linear, Scratch, scaled_product
 from qerld_learner.trainer.packing import TokenSequence, build_tree
 from qerld_learner.trainer.step import load_weights, token_logprobs
 from torch import Tensor, nn
@@ -170,13 +171,28 @@ def test_activation_checkpointing_gives_the_same_gradient(config: TrainerConfig)
         torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6)
 
 
-def test_bfloat16_agrees_with_float32_within_its_precision(config: TrainerConfig) -> None:
+@pytest.mark.parametrize(("dtype", "largest"), [("bfloat16", 0.1), ("float16", 0.1 / 8)])
+def test_half_precision_agrees_with_float32_within_its_own(
+    config: TrainerConfig, dtype: Literal["bfloat16", "float16"], largest: float
+) -> None:
     sequences = some_sequences()
     exact, rough = (
-        token_logprobs(BaseModel(msgspec.structs.replace(config, dtype=dtype)), sequences, 64, 1.0, lambda *_: None)
-        for dtype in ("float32", "bfloat16")
+        token_logprobs(BaseModel(each), sequences, 64, 1.0, lambda *_: None)
+        for each in (config, msgspec.structs.replace(config, dtype=dtype))
     )
     differences = [
         abs(a - b) for left, right in zip(exact, rough, strict=True) for a, b in zip(left, right, strict=True)
     ]
-    assert sum(differences) / len(differences) < 0.1
+    assert 0 < sum(differences) / len(differences) < largest
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_scale_multiplies_before_the_one_rounding(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 3, 64).to(dtype), torch.randn(64, 48).to(dtype)
+    once = ((x.double() @ weight.double()) * 0.3).to(dtype)
+    twice = ((x.double() @ weight.double()).to(dtype) * torch.tensor(0.3).to(dtype)).to(dtype)
+    product = scaled_product(x, weight, 0.3)
+    assert product.dtype == dtype
+    assert (product != once).float().mean() < 0.02  # accumulated in fp32, not in fp64
+    assert (product != twice).float().mean() > 0.2

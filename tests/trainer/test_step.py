@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -51,19 +52,24 @@ def new_run(worker: Worker, config: TrainerConfig, folder: Path) -> None:
     worker.handle(InitVersion("run", config, str(folder / "v0")))
 
 
-def gradients(config: TrainerConfig, groups: list[Group], trees_of: str) -> dict[str, Tensor]:
-    """Gradient of the whole step's loss, by the real model with a random adapter, for one way of packing."""
+def gradients(config: TrainerConfig, groups: list[Group], trees_of: str, *, weight: float = 1.0) -> dict[str, Tensor]:
+    """Gradient of the whole step's loss, by the real model with a random adapter, for one way of packing.
+
+    `weight` multiplies the weight of every token, as a larger batch would.
+    """
     model = BaseModel(config)
     masters = lora.attach(model.causal, config.lora)
     torch.manual_seed(5)
     step.load_weights(masters, {name: torch.randn(master.shape) / 8 for name, master in masters.items()})
     batch = step.make_batch(groups, config.algorithm, model.vocab_size)
+    batch = replace(batch, weights=batch.weights * weight)
     budget = {"tree": 10**6, "micro": 20}.get(trees_of, 1)
     trees = pack(batch.sequences, budget, share=trees_of != "plain")
     assert len(trees) == {"tree": 1, "plain": len(batch.sequences)}.get(trees_of, len(trees))
     tally = step.Tally()
     for tree in trees:
         step.micro_batch(model, config, batch, tree, tally, step.Clock(), learn=True)
+    step.unscale(masters, step.loss_scale(model.dtype, batch))
     return {name: master.grad.clone() for name, master in masters.items() if master.grad is not None}
 
 
@@ -76,6 +82,15 @@ def test_gradients_do_not_depend_on_the_packing(config: TrainerConfig, packing: 
     assert max(float(g.abs().max()) for g in tree.values()) > 1e-3
     for name, gradient in tree.items():
         torch.testing.assert_close(other[name], gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_in_half_precision_the_gradient_of_a_large_batch_is_not_lost(config: TrainerConfig) -> None:
+    share = 2.0**-24  # 16 million times as many tokens: in fp16 nothing of an unscaled gradient would be left
+    exact = gradients(config, make_groups(2), "tree")
+    half = gradients(msgspec.structs.replace(config, dtype="float16"), make_groups(2), "tree", weight=share)
+    for name, gradient in exact.items():
+        error = (half[name] / share - gradient).norm() / gradient.norm()
+        assert error < 0.02, (name, error)
 
 
 def test_identical_rollouts_share_their_nodes_and_keep_their_own_weight(config: TrainerConfig) -> None:

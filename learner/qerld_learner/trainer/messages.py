@@ -74,7 +74,7 @@ class TrainerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     base: str
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: str = "cpu"
     lora: LoraShape = LoraShape()
     algorithm: AlgorithmConfig = AlgorithmConfig()

@@ -20,7 +20,7 @@ from .messages import NoiseSpec, TrainerConfig
 from .nvfp4_linear import Nvfp4Linear, Scratch
 from .packing import PrefixTree, tree_mask
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class ModelError(ValueError):

@@ -1,7 +1,7 @@
 """A frozen linear layer that holds NVFP4 bytes: y = (x·W̃ᵀ)·g + b with W̃ = e2m1·e4m3, which is exact in bf16.
 
-W̃ lives only while a product needs it, in one scratch shared by all layers; the backward dequantises again. Scaling the
-product rather than the weight is what Marlin computes, so trained and served values are the same.
+W̃ lives only while a product needs it, in one scratch shared by all layers; the backward dequantises again. The scale
+multiplies the product in fp32, before its one rounding to the activations' dtype, which is what Marlin computes.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Nvfp4Linear(nn.Module):
 
     qweight: Tensor  # the packed bytes; PEFT looks for the layer's device under this name
     scale: Tensor
-    global_scale: Tensor
+    product_scale: float
 
     def __init__(self, weight: Nvfp4Tensor, bias: Tensor | None, scratch: Scratch, *, cache: bool = False) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.packed.shape[0], weight.packed.shape[1] * 2
         self.register_buffer("qweight", weight.packed.to(scratch.device))
         self.register_buffer("scale", weight.scale.to(scratch.device))
-        self.register_buffer("global_scale", weight.global_scale.to(scratch.device, torch.float32))
+        self.product_scale = float(weight.global_scale)
         self.bias = None if bias is None else nn.Parameter(bias.to(scratch.device, scratch.dtype), requires_grad=False)
         self._scratch = scratch
         self._cached = dequantize_unscaled(self.qweight, self.scale, dtype=scratch.dtype) if cache else None
@@ -61,9 +61,16 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: Nvfp4Linear) -> Tensor:
         ctx.layer = layer
-        return (x @ layer.unscaled_weight().T).mul_(layer.global_scale.to(x.dtype))
+        return scaled_product(x, layer.unscaled_weight().T, layer.product_scale)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         layer = ctx.layer
-        return (grads[0] @ layer.unscaled_weight()).mul_(layer.global_scale.to(grads[0].dtype)), None
+        return scaled_product(grads[0], layer.unscaled_weight(), layer.product_scale), None
+
+
+def scaled_product(x: Tensor, weight: Tensor, scale: float) -> Tensor:
+    """Return scale · (x @ weight) for x [..., k] and weight [k, n], rounded to x's dtype once."""
+    rows = x.reshape(-1, x.shape[-1])
+    nothing = rows.new_empty(1)  # not read: its factor beta is 0
+    return torch.addmm(nothing, rows, weight, beta=0, alpha=scale).view(*x.shape[:-1], weight.shape[1])

@@ -122,6 +122,7 @@ def train_step(
             micro_batch(model, config, batch, tree, tally, clock, learn)
     report("train", len(trees), len(trees))
     with clock("optimizer"):
+        unscale(masters, loss_scale(model.dtype, batch))
         grad_norm = _clip(masters, config.optimizer.max_grad_norm) if learn else 0.0
         skipped = not learn or not math.isfinite(grad_norm)
         state = replace(state, step=step) if skipped else _update(masters, state, config.optimizer, step)
@@ -163,7 +164,10 @@ def micro_batch(
     clock: Clock,
     learn: bool,
 ) -> None:
-    """Add one micro-batch's share of the step's gradient (when `learn`) to the masters, and its results to `tally`."""
+    """Add one micro-batch's results to `tally` and (when `learn`) its share of the step's gradient to the masters.
+
+    The gradient there is `loss_scale` times as large.
+    """
     reference = None
     if config.algorithm.kl_coef:
         with clock("reference"), torch.no_grad(), bypassed(model.causal):
@@ -175,7 +179,7 @@ def micro_batch(
         loss, terms = objectives.policy_loss(config.algorithm, tokens)
     if learn:
         with clock("backward"):
-            loss.backward()  # type: ignore[no-untyped-call]
+            (loss * loss_scale(model.dtype, batch)).backward()  # type: ignore[no-untyped-call]
     tally.loss += float(loss.detach())
     lengths = [len(span) for span in tree.spans]
     columns = {
@@ -201,6 +205,24 @@ def _token_batch(batch: Batch, tree: PrefixTree, logprobs: Tensor, reference: Te
         weights=batch.weights[tree.members].repeat_interleave(lengths).to(device),
         reference=reference,
     )
+
+
+def loss_scale(dtype: torch.dtype, batch: Batch) -> float:
+    """Return the power of two that brings a log-probability's gradient to about its advantage; 1 unless in fp16.
+
+    Unscaled it is advantage / tokens, and further back it would fall below 6e-8, fp16's least number. The masters'
+    gradients are fp32 and lose nothing. One that overflows all the same skips the step, as any that is not finite.
+    """
+    if dtype != torch.float16:
+        return 1.0
+    return float(2.0 ** round(-math.log2(float(batch.weights.max()))))
+
+
+def unscale(masters: dict[str, torch.nn.Parameter], scale: float) -> None:
+    """Divide the masters' gradients by `scale`."""
+    for master in masters.values():
+        if master.grad is not None and scale != 1.0:
+            master.grad.mul_(1.0 / scale)
 
 
 def _clip(masters: dict[str, torch.nn.Parameter], limit: float) -> float:
