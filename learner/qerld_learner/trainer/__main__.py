@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -19,7 +20,10 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the learner decides
     from .worker import serve
 
-    serve(requests, events)
+    with contextlib.suppress(SystemExit):
+        serve(requests, events)
+    sys.stderr.flush()
+    os._exit(0)  # taking torch and transformers down in order takes more than a second, and nothing is left to do
 
 
 def _leave(_signal: int, _frame: FrameType | None) -> None:

@@ -11,8 +11,6 @@ from pathlib import Path
 from qerld_kernels.folders import appearing_folder
 from qerld_kernels.quantizer import quantize_checkpoint
 
-from qerld_service.quickstart.gguf_conversion import convert_llama_gguf
-
 __all__ = ["ModelPackageError", "prepare_smollm2", "prepare_smollm2_bf16"]
 
 Progress = Callable[[int, int, str], None]
@@ -53,6 +51,8 @@ def prepare_smollm2_bf16(cache: Path, progress: Progress | None = None) -> Path:
 def _bf16_folder(cache: Path, progress: Progress | None) -> Path:
     out = cache / _BF16_FOLDER
     if not out.is_dir():
+        from qerld_service.quickstart.gguf_conversion import convert_llama_gguf  # gguf: for the first call alone
+
         with appearing_folder(out) as folder:
             convert_llama_gguf(_packaged_file(), folder, progress)
     return out
