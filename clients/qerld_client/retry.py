@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 import time
@@ -13,6 +14,11 @@ from qerld_client.errors import DeadlineError, QerldError, from_rpc
 
 LEAST_SECONDS = 0.001
 """Deadline of an attempt for which there is no time left: it fails as such."""
+
+NOTICE_SECONDS = 30.0
+"""A call that has failed for this long says so in the log, once."""
+
+logger = logging.getLogger("qerld_client")
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,8 @@ class Attempts:
         self._policy, self._connection = policy, connection
         self._end = math.inf if timeout is None else time.monotonic() + timeout
         self._failures = 0
+        self._since = 0.0
+        self._noticed = False
         self._last: QerldError | None = None
 
     def seconds(self) -> float:
@@ -65,7 +73,7 @@ class Attempts:
 
     def answered(self) -> None:
         """The service answered: the next failure is a first one."""
-        self._failures, self._last = 0, None
+        self._failures, self._last, self._noticed = 0, None, False
 
     def wait_after(self, rpc_error: grpc.RpcError) -> float:
         """Return how long to wait before the next attempt. Raises the client's error when there is to be none."""
@@ -78,6 +86,15 @@ class Attempts:
         if delay is None or delay >= left:
             # That the time is over says less than what kept failing.
             raise (self._last if late and self._last else error) from rpc_error
+        self._notice(error)
         self._failures += 1
         self._last = error
         return delay
+
+    def _notice(self, error: QerldError) -> None:
+        now = time.monotonic()
+        if self._failures == 0:
+            self._since = now
+        if now - self._since >= NOTICE_SECONDS and not self._noticed:
+            self._noticed = True
+            logger.warning("no success for %.0f s, still trying: %s", now - self._since, error)

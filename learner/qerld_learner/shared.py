@@ -49,7 +49,7 @@ class Pulses(dict[str, RunPulse]):
     """The runs in memory, by name: a run that is deleted meanwhile is unknown, wherever it is looked up."""
 
     def __missing__(self, run: str) -> RunPulse:
-        raise NotFoundError(f"unknown run {run!r}; CreateRun makes one, ListRuns lists them")
+        raise NotFoundError(f"unknown run {run!r}; ListRuns lists those there are")
 
 
 @dataclass

@@ -103,6 +103,8 @@ async def test_everything_of_a_deleted_run_is_gone_but_its_receipts(api: Api, ru
     ]
     assert [await refused(call) for call in calls] == [NOT_FOUND] * len(calls)
     assert run not in [one.name for one in (await api.runs.ListRuns(run_pb2.ListRunsRequest())).runs]
+    gone = await failure(api.runs.GetRun(run_pb2.GetRunRequest(run=run)))
+    assert gone.details() == f"run {run!r} was deleted; ListRuns lists those there are"
     for name in (rollout_id, other):
         receipt = (await api.rewards.GetReceipt(reward_pb2.GetReceiptRequest(rollout_id=name))).receipt
         assert receipt.state == CANCELLED

@@ -190,6 +190,22 @@ def test_retries_end_at_the_deadline(flaky: tuple[Flaky, str]) -> None:
     assert len(servicer.seen) > 3
 
 
+def test_a_call_that_keeps_failing_says_so_once(
+    flaky: tuple[Flaky, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    servicer, target = flaky
+    with Client(target, retry=QUICK) as client:
+        servicer.breaks = 5
+        client.pause_run("a")
+        assert caplog.records == []
+        monkeypatch.setattr("qerld_client.retry.NOTICE_SECONDS", 0.0)
+        servicer.breaks = 5
+        client.pause_run("a")
+    [record] = caplog.records
+    assert (record.name, record.levelname) == ("qerld_client", "WARNING")
+    assert record.getMessage() == "no success for 0 s, still trying: UNAVAILABLE: on purpose"
+
+
 @pytest.mark.parametrize(
     ("code", "kind"),
     [

@@ -17,8 +17,10 @@ from .schema import counters, runs, versions
 def find_run(connection: Connection, name: str) -> RunRecord:
     """Return a run, or raise `NotFoundError`."""
     row = connection.execute(select(runs).where(runs.c.name == name)).mappings().one_or_none()
-    if row is None or row["state"] == RunState.DELETED:
-        raise NotFoundError(f"unknown run {name!r}; CreateRun makes one, ListRuns lists them")
+    if row is None:
+        raise NotFoundError(f"unknown run {name!r}; CreateRun makes one, ListRuns lists those there are")
+    if row["state"] == RunState.DELETED:
+        raise NotFoundError(f"run {name!r} was deleted; ListRuns lists those there are")
     return run_record(row)
 
 
