@@ -54,7 +54,7 @@ class Hello(_message.Message):
     max_model_len: _builtins.int
     """Largest prompt and completion together, tokens."""
     dtype: _builtins.str
-    """Number format of the activations: "float32" or "bfloat16"."""
+    """Number format of the activations: "float32", "bfloat16" or "float16"."""
     def __init__(
         self,
         *,

@@ -368,7 +368,7 @@ class RunConfig(_message.Message):
     drop_zero_variance: _builtins.bool
     """Whether groups whose rewards are all equal are dropped. Unset: true."""
     canary_tolerance: _builtins.float
-    """Largest mean |difference| of log-probabilities that the canary allows. Unset: 1e-3 in float32, 0.25 in bfloat16."""
+    """Largest mean |difference| of log-probabilities that the canary allows. Unset: 1e-3 in float32, 0.25 in bfloat16, 0.05 in float16."""
     @_builtins.property
     def lora(self) -> Global___LoraConfig:
         """Shape of the adapter."""
