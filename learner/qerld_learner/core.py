@@ -7,6 +7,7 @@ this module only wires them together.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,6 +38,7 @@ from .records import (
     RolloutRecord,
     RunConfig,
     RunRecord,
+    RunState,
     SampleEvent,
     StepReport,
     TrajectorySpec,
@@ -51,8 +53,10 @@ from .store.requests import once
 from .tasks import Tasks
 from .trainer.client import TrainerProcess
 from .trainer_host import TrainerHost
-from .versions import adapter_file, publish_desired, sweep
+from .versions import adapter_file, damage_of_live, publish_desired, sweep
 from .watching import watch_live, watch_receipts, watch_reports
+
+_log = logging.getLogger(__name__)
 
 __all__ = ["Learner", "LearnerOptions", "ModelInfo", "Observer", "ReplicaInfo", "ReplicaSession", "RunStatus"]
 
@@ -109,10 +113,16 @@ class Learner:
     async def _go_on(self) -> None:
         await sweep(self._shared)
         for run in await self._shared.store.read(runs.all_runs):
+            await self._pause_damaged(run)
             await self._adopt(run)
         self._tasks.for_ever("deadlines", lambda: expire_overdue(self._shared))
         self._tasks.for_ever("desired", lambda: keep_desired(self._shared))
         self._tasks.once("trainer", self._shared.trainer.start())
+
+    async def _pause_damaged(self, run: RunRecord) -> None:
+        if run.state is RunState.RUNNING and (damage := await damage_of_live(self._shared, run.name)):
+            _log.error("run %s is paused: %s", run.name, damage)
+            await self._shared.store.write(lambda c: runs.set_state(c, run.name, RunState.PAUSED, damage))
 
     async def _adopt(self, run: RunRecord) -> None:
         """Take a run's memory up: its buffer, what of it is still to be sampled, its loops."""
@@ -182,7 +192,9 @@ class Learner:
         return await self._steer(name, request_id, body_hash, lambda c: runs.pause(c, name, reason))
 
     async def resume_run(self, name: str, request_id: str, body_hash: str) -> RunRecord:
-        """Go on; an unfinished batch is trained first."""
+        """Go on; an unfinished batch is trained first. Raises `PreconditionError` when the live version is damaged."""
+        if damage := await damage_of_live(self._shared, name):
+            raise PreconditionError(damage)
         return await self._steer(name, request_id, body_hash, lambda c: runs.resume(c, name))
 
     async def delete_run(self, name: str, request_id: str, body_hash: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Generic, TypeVar
 
 from .errors import RetryLaterError
@@ -30,13 +30,9 @@ class Signal:
         if self.count != seen:
             return
         event = self._event
-        if at_most is None:
-            await event.wait()
-            return
-        try:
-            await asyncio.wait_for(event.wait(), at_most)
-        except TimeoutError:
-            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(at_most):
+                await event.wait()
 
 
 class Subscription(Generic[T]):

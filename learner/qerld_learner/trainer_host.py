@@ -63,6 +63,10 @@ class TrainerHost:
 
     async def stop(self) -> None:
         """End the process; a request in progress fails."""
+        # One that still imports its libraries is not waited for: its start fails when its process ends.
+        while self._starting is not None and not self._starting.done():
+            await self._process.stop()
+            await asyncio.wait({self._starting}, timeout=0.1)
         if self._starting is not None:
             await asyncio.gather(self._starting, return_exceptions=True)
         await self._process.stop()

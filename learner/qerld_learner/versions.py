@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
+import json
+import logging
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from sqlalchemy import Connection
 
-from .errors import NotFoundError
+from .errors import NotFoundError, StoreError
 from .groups import lag
 from .records import DesiredVersion, GroupState, VersionRecord, VersionState
 from .shared import Shared
@@ -18,9 +21,12 @@ from .store import runs
 from .store.rollouts import group_versions
 from .store.steps import referenced_folders
 
+_log = logging.getLogger(__name__)
+
 VERSIONS_FOLDER = "versions"
 WEIGHTS_FILE = "adapter_model.safetensors"
 ADAPTER_FILES = (WEIGHTS_FILE, "adapter_config.json")
+INDEX_FILE = "state.json"
 # A run needs its live version and the one that is about to be; a slot holds a version with its noise and without.
 SLOTS_A_RUN = 2
 _RISING = (VersionState.STAGED, VersionState.CANARY)
@@ -34,16 +40,18 @@ def version_folder(run: str, version: int) -> str:
 async def adapter_file(shared: Shared, run: str, version: int, name: str) -> tuple[Path, str]:
     """See `Learner.adapter_file`. Raises `NotFoundError`, also when the files were collected."""
     record, folder = await shared.store.read(lambda connection: runs.find_version(connection, run, version))
-    collected = NotFoundError(f"version {version} of run {run!r} was collected; its files are gone")
+    gone = NotFoundError(
+        f"version {version} of run {run!r} was collected; its files are gone"
+        if record.state in (VersionState.RETIRED, VersionState.REVERTED)
+        else f"the files of version {version} of run {run!r} are damaged or missing; restore them from a backup"
+    )
     if not folder:
-        raise collected
+        raise gone
     path = shared.options.state_dir / folder / "adapter" / name
-    if name == WEIGHTS_FILE:
-        return path, record.adapter_sha256
     try:
-        return path, hashlib.sha256(await asyncio.to_thread(path.read_bytes)).hexdigest()
-    except FileNotFoundError:  # collected after the look
-        raise collected from None
+        return path, await _committed_sha256(path, record)
+    except OSError:  # collected after the look, or damaged
+        raise gone from None
 
 
 def desired_of_run(connection: Connection, run: str) -> list[DesiredVersion]:
@@ -100,9 +108,60 @@ async def collect_versions(shared: Shared, run: str, max_lag: int) -> None:
 
 
 async def sweep(shared: Shared) -> None:
-    """Delete version folders that no row references: what a crash left beyond the last commit."""
-    referenced = await shared.store.read(referenced_folders)
-    root = shared.options.state_dir / VERSIONS_FOLDER
-    for folder in sorted(root.glob("*/*")):
-        if f"{VERSIONS_FOLDER}/{folder.parent.name}/{folder.name}" not in referenced:
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+    """Delete version folders that no row references: what a crash left beyond the last commit.
+
+    Raises `StoreError` when a crash cannot have left one of them: then the store was lost, or set back.
+    """
+
+    def query(connection: Connection) -> tuple[set[str], dict[str, int]]:
+        return referenced_folders(connection), runs.newest_numbers(connection)
+
+    referenced, newest = await shared.store.read(query)
+    folders = sorted((shared.options.state_dir / VERSIONS_FOLDER).glob("*/*"))
+    left = [f for f in folders if f"{VERSIONS_FOLDER}/{f.parent.name}/{f.name}" not in referenced]
+    for folder in left:
+        # At most one version of a run is on its way, the one after the newest that was committed.
+        if folder.name.isdecimal() and int(folder.name) > newest.get(folder.parent.name, -1) + 1:
+            raise StoreError(
+                f"state_dir: {folder} is newer than anything in the store, which was lost or set back; "
+                "restore learner.db with its -wal file, or move the folder away to go on without it"
+            )
+    for folder in left:
+        _log.warning("deleting %s: the store has no such version", folder)
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+
+async def damage_of_live(shared: Shared, run: str) -> str:
+    """Return what is wrong with the files of a run's live version and what to do, "" when they are as committed."""
+    record, folder = await shared.store.read(lambda connection: runs.find_version(connection, run))
+    for name in ADAPTER_FILES:
+        path = shared.options.state_dir / folder / "adapter" / name
+        try:
+            committed = await _committed_sha256(path, record)
+            actual = await asyncio.to_thread(_sha256, path)
+        except OSError as error:
+            what = f"{path} cannot be read ({error.strerror})"
+        else:
+            if actual == committed:
+                continue
+            what = f"{path} is not what was committed"
+        advice = "restore it from a backup, or create a run from the adapter of another version (initial_adapter)"
+        return f"live version {record.version}: {what}; {advice}"
+    return ""
+
+
+async def _committed_sha256(path: Path, record: VersionRecord) -> str:
+    """Return the checksum of an adapter's file as it was written, not as the file is now. Raises OSError."""
+    if path.name == WEIGHTS_FILE:
+        return record.adapter_sha256
+    index_file = path.parent.parent / INDEX_FILE
+    try:
+        index = json.loads(await asyncio.to_thread(index_file.read_bytes))
+        return str(index["files"][f"adapter/{path.name}"]["sha256"])
+    except (ValueError, LookupError, TypeError) as error:
+        raise OSError(errno.EIO, f"{INDEX_FILE} beside it is damaged") from error
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -101,7 +101,8 @@ class Attachment:
             self._changed.clear()
             await call.write(replica_pb2.AttachRequest(state=self._reconciler.state()))
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), self._report_seconds)
+                async with asyncio.timeout(self._report_seconds):
+                    await self._changed.wait()
 
 
 def desired_adapters(

@@ -33,6 +33,8 @@ from qerld_service.openai_types import ChatForm, ChatMessage, ChatRequest, Compl
 from qerld_service.reconciler import NotServedError, Reconciler
 
 HOST = "127.0.0.1"
+UNREAD_SECONDS = 30.0
+"""A stream whose client takes nothing for so long is given up: it would hold its version's slot for ever."""
 Result = TypeVar("Result")
 Form = ChatForm | TextForm
 
@@ -110,9 +112,8 @@ class OpenAIProxy:
         if body.stream:
             # The first tokens before the status line, so that a refused request still gets its own status.
             first = await while_connected(http, anext(deltas))
-            return StreamingResponse(
-                self._events(head, form, body, len(ids), first, deltas), media_type="text/event-stream"
-            )
+            events = self._events(head, form, body, len(ids), first, deltas)
+            return StreamingResponse(read_in_time(events), media_type="text/event-stream")
         wholes = await while_connected(http, self._wholes(body.n, deltas))
         return await self._off_loop(self._whole, head, form, body, len(ids), wholes)
 
@@ -160,7 +161,7 @@ class OpenAIProxy:
         prompt_tokens: int,
         first: Delta,
         rest: AsyncGenerator[Delta, None],
-    ) -> AsyncIterator[str]:
+    ) -> AsyncGenerator[str, None]:
         chunk = {**head, "object": form.chunk}
         tokens = 0
         for index in range(body.n):
@@ -188,6 +189,19 @@ class OpenAIProxy:
         if token not in self._texts:
             self._texts[token] = str(self._tokenizer.decode([token]))
         return self._texts[token]
+
+
+async def read_in_time(events: AsyncGenerator[str, None]) -> AsyncIterator[str]:
+    """Pass events on; cancel the response when one is not taken within UNREAD_SECONDS."""
+    response, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert response is not None
+    async with contextlib.aclosing(events):
+        async for one in events:
+            alarm = loop.call_later(UNREAD_SECONDS, response.cancel)
+            try:
+                yield one
+            finally:
+                alarm.cancel()
 
 
 def create_app(proxy: OpenAIProxy, engine: PolicyEngine) -> FastAPI:
@@ -227,6 +241,7 @@ class LoopbackServer:
             log_config=None,
             access_log=False,
             lifespan="off",
+            http="h11",  # bounds the headers, which httptools does not
             server_header=False,
             timeout_graceful_shutdown=max(1, round(drain_seconds)),
         )

@@ -6,19 +6,20 @@ import argparse
 import asyncio
 import json
 import os
+import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
-from qerld_kernels.exclusive import FolderError, FolderLock, PortError, require_free_port
+from qerld_kernels.exclusive import FolderError, FolderLock, PortError, bind_error, require_free_port
 
 from qerld_service import flags
 from qerld_service.supervise import USAGE_ERROR, ChildGaveUpError, ChildSpec, RestartPolicy, Supervisor
@@ -193,13 +194,15 @@ def child_specs(settings: ServeSettings) -> list[ChildSpec]:
     ready = state / "ready"
     ready.mkdir(parents=True, exist_ok=True)
     device, dtype = device_and_dtype(settings)
-    port = settings.port or free_port()
+    given = {settings.port, settings.openai_port, settings.learner_metrics_port, settings.policy_metrics_port}
+    spare = iter(free_ports(5, given))
+    port = settings.port or next(spare)
     learner = {
         "model": settings.model.resolve(),
         "state_dir": state / "learner",
         "host": settings.host,
         "port": port,
-        "metrics_port": settings.learner_metrics_port or free_port(),
+        "metrics_port": settings.learner_metrics_port or next(spare),
         "device": device,
         "dtype": dtype,
         **settings.learner,
@@ -207,9 +210,9 @@ def child_specs(settings: ServeSettings) -> list[ChildSpec]:
     policy = {
         "model": settings.model.resolve(),
         "learner": f"{reachable(settings.host)}:{port}",
-        "port": free_port(),
-        "openai_port": settings.openai_port or free_port(),
-        "metrics_port": settings.policy_metrics_port or free_port(),
+        "port": next(spare),
+        "openai_port": settings.openai_port or next(spare),
+        "metrics_port": settings.policy_metrics_port or next(spare),
         "cache_dir": state / "policy",
         "dtype": dtype,
         **settings.policy,
@@ -248,11 +251,14 @@ def has_gpu() -> bool:
     return tool is not None and subprocess.run([tool, "-L"], capture_output=True, check=False).stdout.startswith(b"GPU")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        number: int = probe.getsockname()[1]
-        return number
+def free_ports(count: int, besides: Collection[int] = ()) -> list[int]:
+    """Ports that nobody has, none of them in `besides`.
+
+    They are below those that the kernel gives to outgoing connections: such a one could be taken before its role binds
+    it, and again while the role restarts.
+    """
+    candidates = random.sample(sorted(set(range(20_000, 32_768)) - set(besides)), 1_000)
+    return list(islice((port for port in candidates if bind_error(LOOPBACK, port) is None), count))
 
 
 def reachable(host: str) -> str:

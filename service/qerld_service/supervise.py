@@ -120,7 +120,8 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)
         try:
-            await asyncio.wait_for(process.wait(), self._policy.stop_grace)
+            async with asyncio.timeout(self._policy.stop_grace):
+                await process.wait()
         except TimeoutError:
             self._say("serve", f"{self.spec.name} did not stop within {self._policy.stop_grace:g} s; killing it")
 

@@ -29,7 +29,7 @@ from qerld_learner.records import (
 from qerld_learner.settings import LearnerSettings
 from qerld_service.engine import PolicyEngine
 from qerld_service.policy import running_policy
-from qerld_service.serve import child, free_port
+from qerld_service.serve import child, free_ports
 from qerld_service.settings import PolicySettings
 from qerld_service.supervise import RestartPolicy, Supervisor
 
@@ -87,7 +87,7 @@ async def loop(tiny_model: tuple[Path, Path], tmp_path_factory: pytest.TempPathF
     learner = await Learner.open(options_for(folder / "state", model, admission_timeout=60.0))
     run = await new_run(learner, groups_per_step=1, max_lag=15, max_tokens=TOKENS)
     async with running_server(learner, LearnerSettings(model=model, port=0, metrics_port=0)) as port:
-        values = policy_values(model, port, folder / "cache") | {"port": free_port()}
+        values = policy_values(model, port, folder / "cache") | {"port": free_ports(1)[0]}
         spec = child("policy", "qerld_service.policy", values, folder, {"OMP_NUM_THREADS": "1"})
         lines: list[str] = []
         restarts = RestartPolicy(first_delay=0.1, stop_grace=5.0)

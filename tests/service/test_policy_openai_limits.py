@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
 import threading
 from typing import Any
 
@@ -13,7 +15,7 @@ from qerld.v1 import replica_pb2_grpc
 from qerld_service.openai_proxy import OpenAIProxy
 from qerld_service.openai_requests import body_limit
 from qerld_service.policy import RunningPolicy
-from support.policy import collect, request
+from support.policy import collect, request, sample, scrape
 
 pytestmark = pytest.mark.engine
 
@@ -100,6 +102,40 @@ async def test_tokenising_holds_nobody_up(
     answer = await call
     assert answer.status_code == 400
     assert "must have from 1 to" in answer.json()["error"]["message"]
+
+
+async def test_headers_are_bounded(live: RunningPolicy, http: httpx.AsyncClient) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", live.openai_port)
+    answer = b""
+    with contextlib.suppress(ConnectionError):
+        writer.write(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\nx: ")
+        for _ in range(160):  # 10 MiB, of which 64 KiB are read
+            writer.write(b"x" * (1 << 16))
+            await writer.drain()
+        answer = await reader.read()
+    writer.close()
+    assert not answer or b" 400 " in answer.splitlines()[0]
+    assert (await http.get("/health")).status_code == 200
+
+
+async def test_a_stream_that_nobody_reads_gives_its_slot_back(
+    live: RunningPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qerld_service.openai_proxy.UNREAD_SECONDS", 0.5)
+    raw = socket.socket()
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    raw.connect(("127.0.0.1", live.openai_port))
+    body = json.dumps({**TEXT, "stream": True, "n": 128, "max_tokens": 240, "logprobs": 0}).encode()
+    head = HEAD.format(length=f"content-length: {len(body)}").encode()
+    raw.sendall((head + body) * 6)  # one answer alone may fit into the buffers between us
+    given_up = 'qerld_policy_requests_total{code="CANCELLED",method="completions"}'
+    async with asyncio.timeout(200):
+        while not sample(await scrape(live), given_up):  # noqa: ASYNC110 - a scrape, not an event
+            await asyncio.sleep(0.1)
+    assert not any(live.engine.stats.in_flight.values())
+    while await asyncio.to_thread(raw.recv, 1 << 20):  # ends: the connection was closed
+        pass
+    raw.close()
 
 
 @pytest.mark.parametrize(

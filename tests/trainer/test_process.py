@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from qerld_learner.observer import Observer
 from qerld_learner.trainer.client import TrainerDiedError, TrainerFailure, TrainerProcess
 from qerld_learner.trainer.messages import (
     FrameError,
@@ -26,6 +27,7 @@ from qerld_learner.trainer.messages import (
     decode_request,
     encode_frame,
 )
+from qerld_learner.trainer_host import TrainerHost
 
 from .conftest import make_groups
 
@@ -143,3 +145,16 @@ def test_the_client_side_imports_without_torch() -> None:
 
     code = "import sys, qerld_learner.trainer.client, qerld_learner.trainer.aqn; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+async def test_a_trainer_that_is_still_starting_can_be_stopped() -> None:
+    host = TrainerHost(TrainerProcess(), Observer())
+    starting = asyncio.create_task(host.start())
+    async with asyncio.timeout(60):
+        while host.pid is None:  # noqa: ASYNC110 - the start says nothing in between
+            await asyncio.sleep(0.01)
+        os.kill(host.pid, signal.SIGSTOP)  # as one that imports its libraries for a very long time
+        await host.stop()
+    assert host.pid is None
+    with pytest.raises(TrainerDiedError):
+        await starting

@@ -35,6 +35,8 @@ def open_database(url: str) -> Engine:
     name = engine.url.render_as_string(hide_password=True)
     try:
         migrate(engine)
+        if engine.dialect.name == "sqlite":
+            _check_file(engine, name)
     except CommandError as error:
         text = f"store {name}: its schema is of a newer version of qerld ({error}); use that one or another state_dir"
         raise StoreError(text) from error
@@ -71,6 +73,16 @@ def _configure_sqlite(connection: Any, _record: Any) -> None:
 
 def _begin(connection: Connection) -> None:
     connection.exec_driver_sql("BEGIN")
+
+
+def _check_file(engine: Engine, name: str) -> None:
+    """Find a damaged file, or one that may only be read, before anything relies on it: it is read once, whole."""
+    with engine.begin() as connection:
+        found = str(connection.exec_driver_sql("PRAGMA quick_check(1)").scalar_one())
+        if found != "ok":
+            raise StoreError(f"store {name}: is damaged ({' '.join(found.split())}); restore it, or give another")
+        version = connection.exec_driver_sql("PRAGMA user_version").scalar_one()
+        connection.exec_driver_sql(f"PRAGMA user_version = {version}")  # changes nothing, and needs the right to write
 
 
 def migrate(engine: Engine, revision: str = "head") -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Sequence
 
-from sqlalchemy import Connection, bindparam, insert, select, update
+from sqlalchemy import Connection, bindparam, func, insert, select, update
 
 from ..errors import ConflictError, NotFoundError, PreconditionError
 from ..records import RunRecord, RunState, VersionRecord, VersionState
@@ -193,3 +193,9 @@ def count_up(connection: Connection, name: str) -> int:
         return 1
     connection.execute(update(counters).where(counters.c.name == name).values(value=value + 1))
     return int(value) + 1
+
+
+def newest_numbers(connection: Connection) -> dict[str, int]:
+    """Return the largest version number of each run, reverted and deleted ones too."""
+    query = select(versions.c.run, func.max(versions.c.version)).group_by(versions.c.run)
+    return {str(run): int(number) for run, number in connection.execute(query)}

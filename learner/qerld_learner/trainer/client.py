@@ -101,7 +101,8 @@ class TrainerProcess:
             return
         self._process.terminate()
         try:
-            await asyncio.wait_for(self._process.wait(), STOP_GRACE_SECONDS)
+            async with asyncio.timeout(STOP_GRACE_SECONDS):
+                await self._process.wait()
         except TimeoutError:
             await self._kill()
 
