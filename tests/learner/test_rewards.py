@@ -324,7 +324,7 @@ async def test_a_restart_finds_everything_again(tiny_model: tuple[Path, Path], t
 
     await until(admitted)
     await learner.close()
-    stray = tmp_path / "versions" / run / "00000099"
+    stray = tmp_path / "versions" / run / "00000001"
     stray.mkdir()
     learner = await Learner.open(options)
     try:
