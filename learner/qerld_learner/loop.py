@@ -54,6 +54,8 @@ class RunLoop:
         self._rollbacks = 0
         self._unanswered = 0
         self._faults = 0
+        # The version after which groups too old for it were looked for.
+        self._cleared_at: int | None = None
         self._waiting_since = time.time()
 
     async def drive(self) -> None:
@@ -81,22 +83,25 @@ class RunLoop:
 
     async def _turn(self) -> bool:
         """Do the next thing; returns whether there was something to do."""
-        run, newest, batch = await self._shared.store.read(self._look)
+        run, newest, batch, ready = await self._shared.store.read(self._look)
         if run.state is not RunState.RUNNING:
             return False
         if newest.state in (VersionState.STAGED, VersionState.CANARY):
             await self._promote(newest)
             return True
-        if batch is None:
+        # Each group that gets its rewards wakes this loop: only a look, beside the writer, until it is worth a write.
+        if batch is None and (ready >= run.config.groups_per_step or newest.version != self._cleared_at):
             batch = await self._next_batch(run)
+            self._cleared_at = newest.version
         if batch is None:
             return False
         await self._train(run, batch)
         return True
 
-    def _look(self, connection: Connection) -> tuple[RunRecord, VersionRecord, Batch | None]:
-        batch = steps.open_batch(connection, self._run)
-        return runs.find_run(connection, self._run), runs.newest_version(connection, self._run), batch
+    def _look(self, connection: Connection) -> tuple[RunRecord, VersionRecord, Batch | None, int]:
+        run, batch = runs.find_run(connection, self._run), steps.open_batch(connection, self._run)
+        ready = len(steps.ready_groups(connection, self._run, run.config.groups_per_step))
+        return run, runs.newest_version(connection, self._run), batch, ready
 
     async def _next_batch(self, run: RunRecord) -> Batch | None:
         def mutation(connection: Connection) -> tuple[Batch | None, Closed]:

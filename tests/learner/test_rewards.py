@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from qerld_learner.core import Learner
@@ -31,8 +32,8 @@ from qerld_learner.records import (
     TrajectorySpec,
     VersionState,
 )
-from qerld_learner.store import schema
-from sqlalchemy import update
+from qerld_learner.store import schema, steps
+from sqlalchemy import Connection, update
 
 from .conftest import (
     hello_of,
@@ -337,6 +338,27 @@ async def test_a_restart_finds_everything_again(tiny_model: tuple[Path, Path], t
         assert await group_state(learner, run, group.group_id) is GroupState.READY
     finally:
         await learner.close()
+
+
+async def test_a_closed_group_makes_the_loop_write_only_when_it_may_be_the_last_of_a_batch(
+    learner: Learner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write that finds nothing to do keeps the store's only writer from everyone's rewards."""
+    formed: list[str] = []
+    form_batch = steps.form_batch
+
+    def counted(connection: Connection, run: str, *others: Any) -> Any:
+        formed.append(run)
+        return form_batch(connection, run, *others)
+
+    monkeypatch.setattr(steps, "form_batch", counted)
+    run = await new_run(learner, groups_per_step=4)
+    for _ in range(4):
+        group = await imported(learner, run, 2)
+        await reward_all(learner, group, [0.0, 1.0])
+        await asyncio.sleep(0.1)  # time for the loop to look
+    await until_staged(learner, run)
+    assert 1 <= formed.count(run) <= 2  # one may be of its first turn
 
 
 async def test_trajectory_helper_is_a_rollout_like_any_other(learner: Learner) -> None:

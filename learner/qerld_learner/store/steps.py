@@ -93,19 +93,24 @@ def form_batch(connection: Connection, run: str, config: RunConfig, fence: int, 
     if newest.state is not VersionState.LIVE or find_run(connection, run).state is not RunState.RUNNING:
         return None
     drop_stale(connection, run, newest, config.max_lag, closed)
-    query = (
-        select(groups.c.group_id)
-        .where(groups.c.run == run, groups.c.state == GroupState.READY.value)
-        .order_by(groups.c.seq)
-        .limit(config.groups_per_step)
-    )
-    ids = tuple(connection.execute(query).scalars())
+    ids = ready_groups(connection, run, config.groups_per_step)
     if len(ids) < config.groups_per_step:
         return None
     number = next_version_number(connection, run)
     batch = Batch(run, number, newest.version, newest.step + 1, batch_seed(config.seed, number), ids)
     _store_batch(connection, batch, fence, closed)
     return batch
+
+
+def ready_groups(connection: Connection, run: str, at_most: int) -> tuple[str, ...]:
+    """Return the oldest groups that have all their outcomes."""
+    query = (
+        select(groups.c.group_id)
+        .where(groups.c.run == run, groups.c.state == GroupState.READY.value)
+        .order_by(groups.c.seq)
+        .limit(at_most)
+    )
+    return tuple(connection.execute(query).scalars())
 
 
 def batch_seed(run_seed: int, version: int) -> int:
