@@ -71,7 +71,7 @@ async def sample(engine: PolicyEngine, prompts: list[list[int]]) -> list[Sequenc
 
 async def served(engine: PolicyEngine, sequences: list[Sequence]) -> list[float]:
     """The server's log-probabilities."""
-    scores = [await engine.score(KEY, list(one.prompt_ids), list(one.completion_ids)) for one in sequences]
+    scores = [await engine.score(KEY, one.prompt_ids, one.completion_ids) for one in sequences]
     return list(chain.from_iterable(scores))
 
 
@@ -85,7 +85,10 @@ async def measure(model: Path, dtypes: list[str], folder: Path) -> dict[str, obj
     """Differences of each format; the first one samples."""
     on_cpu = not torch.cuda.is_available()
     prompts = [list(question.prompt_ids) for question in questions_of(make_task("next", 0), model)[:PROMPTS]]
-    exact, sequences, rows = Trainer(model, folder / "exact", "float32"), [], {}
+    exact = Trainer(model, folder / "exact", "float32")
+    sequences: list[Sequence] = []
+    reference: list[float] = []
+    rows: dict[str, dict[str, dict[str, float]]] = {}
     for dtype in dtypes:
         trainer = Trainer(model, folder / dtype, dtype)
         server: list[float] = []
@@ -96,7 +99,7 @@ async def measure(model: Path, dtypes: list[str], folder: Path) -> dict[str, obj
             sequences = sequences or await sample(engine, prompts)
             server = await served(engine, sequences)
             await engine.stop()
-        ours, reference = trainer.score(sequences), exact.score(sequences)
+        ours, reference = trainer.score(sequences), reference or exact.score(sequences)
         with mock.patch.object(nvfp4_linear, "scaled_product", in_two_halves):
             other = trainer.score(sequences)
         rows[dtype] = {

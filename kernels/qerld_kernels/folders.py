@@ -1,7 +1,8 @@
-"""Folders that appear complete or not at all."""
+"""Folders that appear complete or not at all, and the checksums of what is in them. No torch here."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import tempfile
@@ -9,7 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["appearing_folder"]
+__all__ = ["appearing_folder", "sha256_of"]
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file, hexadecimal. Raises OSError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager

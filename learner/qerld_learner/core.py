@@ -7,7 +7,6 @@ this module only wires them together.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from .fingerprints import fingerprints_of
 from .groups import would_be_advantages
 from .intake import Intake
 from .leases import LeaseQueue
-from .loop import RunLoop, expire_overdue, keep_desired
+from .loop import RunLoop, expire_overdue, keep_desired, pause
 from .observer import Observer
 from .options import LearnerOptions, ModelInfo
 from .outcomes import MAX_OUTCOMES
@@ -55,8 +54,6 @@ from .trainer.client import TrainerProcess
 from .trainer_host import TrainerHost
 from .versions import adapter_file, damage_of_live, publish_desired, sweep
 from .watching import watch_live, watch_receipts, watch_reports
-
-_log = logging.getLogger(__name__)
 
 __all__ = ["Learner", "LearnerOptions", "ModelInfo", "Observer", "ReplicaInfo", "ReplicaSession", "RunStatus"]
 
@@ -121,8 +118,7 @@ class Learner:
 
     async def _pause_damaged(self, run: RunRecord) -> None:
         if run.state is RunState.RUNNING and (damage := await damage_of_live(self._shared, run.name)):
-            _log.error("run %s is paused: %s", run.name, damage)
-            await self._shared.store.write(lambda c: runs.set_state(c, run.name, RunState.PAUSED, damage))
+            await pause(self._shared, run.name, damage)
 
     async def _adopt(self, run: RunRecord) -> None:
         """Take a run's memory up: its buffer, what of it is still to be sampled, its loops."""

@@ -229,14 +229,19 @@ class RunLoop:
         return folder, bool(batch), batches.probes(groups, count)
 
     async def _pause(self, reason: str) -> None:
-        _log.error("run %s is paused: %s", self._run, reason)
-
-        def mutation(connection: Connection) -> None:
-            if runs.find_run(connection, self._run).state is RunState.RUNNING:
-                runs.set_state(connection, self._run, RunState.PAUSED, reason)
-
-        await self._shared.write_patiently(mutation)
+        await pause(self._shared, self._run, reason)
         self._pulse.work.notify()
+
+
+async def pause(shared: Shared, run: str, reason: str) -> None:
+    """Pause a run that runs, for a reason that its users and the log get to read."""
+    _log.error("run %s is paused: %s", run, reason)
+
+    def mutation(connection: Connection) -> None:
+        if runs.find_run(connection, run).state is RunState.RUNNING:
+            runs.set_state(connection, run, RunState.PAUSED, reason)
+
+    await shared.write_patiently(mutation)
 
 
 async def expire_overdue(shared: Shared) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import hashlib
 import json
 import logging
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from qerld_kernels.folders import sha256_of
 from sqlalchemy import Connection
 
 from .errors import NotFoundError, StoreError
@@ -20,13 +20,13 @@ from .shared import Shared
 from .store import runs
 from .store.rollouts import group_versions
 from .store.steps import referenced_folders
+from .trainer.messages import INDEX_FILE
 
 _log = logging.getLogger(__name__)
 
 VERSIONS_FOLDER = "versions"
 WEIGHTS_FILE = "adapter_model.safetensors"
 ADAPTER_FILES = (WEIGHTS_FILE, "adapter_config.json")
-INDEX_FILE = "state.json"
 # A run needs its live version and the one that is about to be; a slot holds a version with its noise and without.
 SLOTS_A_RUN = 2
 _RISING = (VersionState.STAGED, VersionState.CANARY)
@@ -138,7 +138,7 @@ async def damage_of_live(shared: Shared, run: str) -> str:
         path = shared.options.state_dir / folder / "adapter" / name
         try:
             committed = await _committed_sha256(path, record)
-            actual = await asyncio.to_thread(_sha256, path)
+            actual = await asyncio.to_thread(sha256_of, path)
         except OSError as error:
             what = f"{path} cannot be read ({error.strerror})"
         else:
@@ -160,8 +160,3 @@ async def _committed_sha256(path: Path, record: VersionRecord) -> str:
         return str(index["files"][f"adapter/{path.name}"]["sha256"])
     except (ValueError, LookupError, TypeError) as error:
         raise OSError(errno.EIO, f"{INDEX_FILE} beside it is damaged") from error
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import re
 import shutil
 from collections.abc import Callable, Iterable
@@ -14,6 +13,7 @@ from urllib.parse import quote
 import grpc
 from qerld.v1 import common_pb2, policy_pb2, policy_pb2_grpc
 from qerld_kernels.exclusive import FolderLock
+from qerld_kernels.folders import sha256_of
 
 from qerld_service.desired import DesiredAdapter
 
@@ -77,13 +77,13 @@ class AdapterFolders:
         self, stub: policy_pb2_grpc.PolicyServiceAsyncStub, adapter: DesiredAdapter, path: Path, sha256: str | None
     ) -> None:
         """Fetch one file; `sha256` None takes the checksum that comes with the download (the config has no other)."""
-        if sha256 is not None and await asyncio.to_thread(sha256_of, path) == sha256:
+        if sha256 is not None and await asyncio.to_thread(_sha256_if_there, path) == sha256:
             return
         part = path.with_name(f"{path.name}.part")
         if sha256 is None:
             remove(part)
         announced = await self._stream(stub, adapter, path.name, part)
-        found = await asyncio.to_thread(sha256_of, part)
+        found = await asyncio.to_thread(_sha256_if_there, part)
         if found != (sha256 or announced):
             remove(part)
             raise DownloadError(
@@ -125,12 +125,8 @@ def remove(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def sha256_of(path: Path) -> str | None:
-    """SHA-256 of a file, hexadecimal; None when there is no such file."""
-    if not path.is_file():
-        return None
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _sha256_if_there(path: Path) -> str | None:
+    return sha256_of(path) if path.is_file() else None
 
 
 def _append(file: BinaryIO, chunk: policy_pb2.DownloadAdapterResponse, name: str) -> None:

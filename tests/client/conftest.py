@@ -48,23 +48,12 @@ async def loop_of(engine: PolicyEngine, model: Path, folder: Path) -> AsyncItera
     """A learner of its own with a policy server on the session's engine: 6 slots are 3 versions, so few runs."""
     from qerld_service.policy import running_policy
     from qerld_service.settings import PolicySettings
+    from support.policy import policy_values
 
     async with serving_learner(model, folder / "learner") as target:
-        settings = PolicySettings(
-            model=model,
-            learner=target.address,
-            port=0,
-            openai_port=0,
-            metrics_port=0,
-            cache_dir=folder / "policy",
-            dtype="float32",
-            max_loras=6,
-            max_lora_rank=8,
-            max_model_len=256,
-            report_seconds=0.5,
-            reconnect_seconds=0.2,
-            drain_seconds=1,
-        )
+        port = int(target.address.rpartition(":")[2])
+        values = policy_values(model, port, folder / "policy") | {"reconnect_seconds": 0.2}
+        settings = PolicySettings(**values)
         async with running_policy(settings, engine):
             yield target
 

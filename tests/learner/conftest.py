@@ -91,25 +91,6 @@ def serving(*versions: tuple[str, int]) -> ReplicaReport:
     return ReplicaReport(adapters, 1, True, "")
 
 
-def policy_values(model: Path, learner_port: int, cache: Path) -> dict[str, object]:
-    """Settings of a policy server on the tiny model, attached to a learner of this machine, on free ports."""
-    return {
-        "model": model,
-        "learner": f"127.0.0.1:{learner_port}",
-        "port": 0,
-        "openai_port": 0,
-        "metrics_port": 0,
-        "cache_dir": cache,
-        "dtype": "float32",
-        "max_loras": 6,
-        "max_lora_rank": 8,
-        "max_model_len": 256,
-        "report_seconds": 0.5,
-        "reconnect_seconds": 0.5,
-        "drain_seconds": 1.0,
-    }
-
-
 def options_for(folder: Path, model: Path, **changes: object) -> LearnerOptions:
     wanted = {"trainer_threads": 1, "admission_timeout": 0.3}
     return LearnerOptions(folder, model, **{**wanted, **changes})  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import shutil
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from qerld_learner.records import RunState, VersionState
 
 from .conftest import imported, new_id, options_for, prompt, reward_all, small_config, until
 
+Opened = Callable[[], AbstractAsyncContextManager[Learner]]
 RUN = "kept"
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -42,7 +43,7 @@ def state(sound: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def opened(state: Path, tiny_model: tuple[Path, Path]) -> Callable[[], object]:
+def opened(state: Path, tiny_model: tuple[Path, Path]) -> Opened:
     @asynccontextmanager
     async def learner() -> AsyncIterator[Learner]:
         running = await Learner.open(options_for(state, tiny_model[1]))
@@ -66,13 +67,13 @@ async def test_without_its_database_nothing_is_deleted(state: Path, tiny_model: 
     assert folders(state) == ["00000000", "00000001"]
 
 
-async def test_what_a_crash_leaves_is_swept(state: Path, opened: Callable[[], object], caplog: object) -> None:
+async def test_what_a_crash_leaves_is_swept(state: Path, opened: Opened, caplog: pytest.LogCaptureFixture) -> None:
     shutil.copytree(state / "versions" / RUN / "00000001", state / "versions" / RUN / "00000002")
-    with caplog.at_level(logging.WARNING):  # type: ignore[attr-defined]
-        async with opened() as learner:  # type: ignore[attr-defined]
+    with caplog.at_level(logging.WARNING):
+        async with opened() as learner:
             assert [v.version for v in (await learner.list_versions(RUN, 0, ""))[0]] == [1, 0]
     assert folders(state) == ["00000000", "00000001"]
-    assert "00000002: the store has no such version" in caplog.text  # type: ignore[attr-defined]
+    assert "00000002: the store has no such version" in caplog.text
 
 
 async def test_a_damaged_page_is_found_at_the_start(state: Path, tiny_model: tuple[Path, Path]) -> None:
@@ -110,12 +111,12 @@ def another_alpha(path: Path) -> None:
     ],
 )
 async def test_a_damaged_live_version_pauses_its_run(
-    state: Path, opened: Callable[[], object], name: str, damage: Callable[[Path], object], what: str
+    state: Path, opened: Opened, name: str, damage: Callable[[Path], object], what: str
 ) -> None:
     adapter = state / "versions" / RUN / "00000000" / "adapter"
     whole = shutil.copytree(adapter.parent, state / "backup")
     damage(adapter / name)
-    async with opened() as learner:  # type: ignore[attr-defined]
+    async with opened() as learner:
         run = await learner.get_run(RUN)
         assert run.state is RunState.PAUSED
         assert run.reason.startswith("live version 0: ")
@@ -130,10 +131,10 @@ async def test_a_damaged_live_version_pauses_its_run(
         assert (await learner.resume_run(RUN, new_id(), "h")).state is RunState.RUNNING
 
 
-async def test_the_checksum_announced_is_the_committed_one(state: Path, opened: Callable[[], object]) -> None:
+async def test_the_checksum_announced_is_the_committed_one(state: Path, opened: Opened) -> None:
     """So a policy server refuses what was altered while the learner runs."""
     adapter = state / "versions" / RUN / "00000000" / "adapter"
-    async with opened() as learner:  # type: ignore[attr-defined]
+    async with opened() as learner:
         for name in (WEIGHTS, CONFIG):
             path, announced = await learner.adapter_file(RUN, 0, name)
             assert announced == hashlib.sha256(path.read_bytes()).hexdigest()

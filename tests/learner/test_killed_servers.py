@@ -32,8 +32,9 @@ from qerld_service.policy import running_policy
 from qerld_service.serve import child, free_ports
 from qerld_service.settings import PolicySettings
 from qerld_service.supervise import RestartPolicy, Supervisor
+from support.policy import policy_values
 
-from .conftest import PROMPT_IDS, imported, new_id, new_run, options_for, policy_values, reward, reward_all, until
+from .conftest import PROMPT_IDS, imported, new_id, new_run, options_for, reward, reward_all, until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -71,7 +72,7 @@ class Loop:
 
     @asynccontextmanager
     async def second_server(self, engine: PolicyEngine) -> AsyncIterator[None]:
-        settings = PolicySettings(**policy_values(self.model, self.port, self.folder / "second"))  # type: ignore[arg-type]
+        settings = PolicySettings(**policy_values(self.model, self.port, self.folder / "second"))
 
         async def both() -> bool:
             return sum(bool(info.loaded) for info in self.learner.replicas()) == 2
@@ -297,10 +298,10 @@ async def test_a_server_that_leaves_during_the_canary_has_not_passed_the_version
 
     async with running_server(learner, LearnerSettings(model=tiny_model[1], port=0, metrics_port=0)) as port:
         values = policy_values(tiny_model[1], port, tmp_path / "cache") | {"drain_seconds": 0.0}
-        async with running_policy(PolicySettings(**values), engine):  # type: ignore[arg-type]
+        async with running_policy(PolicySettings(**values), engine):
             await reward_all(learner, await imported(learner, run), [0.0, 1.0, 0.0, 1.0])
             await until(in_canary)
-        async with running_policy(PolicySettings(**values), engine), asyncio.timeout(120):  # type: ignore[arg-type]
+        async with running_policy(PolicySettings(**values), engine), asyncio.timeout(120):
             report = await anext(learner.watch_reports(run, 0))
     assert (report.version, report.metrics.get("reverted")) == (1, None)
     # Rounding differs: exactly 0 is the gap of a canary that never was.

@@ -34,6 +34,7 @@ from qerld_learner.settings import LearnerSettings
 from qerld_service.engine import PolicyEngine
 from qerld_service.policy import running_policy
 from qerld_service.settings import PolicySettings
+from support.policy import policy_values
 
 from .conftest import (
     PROMPT_IDS,
@@ -41,7 +42,6 @@ from .conftest import (
     new_id,
     new_run,
     options_for,
-    policy_values,
     prompt,
     reward,
     trajectory,
@@ -70,7 +70,7 @@ class Loop:
         """A policy server on the shared engine, attached."""
         self.servers += 1
         values = policy_values(self.model, self.port, self.folder / f"cache-{self.servers}")
-        settings = PolicySettings(**values | {"reconnect_seconds": 0.2})  # type: ignore[arg-type]
+        settings = PolicySettings(**values | {"reconnect_seconds": 0.2})
         async with running_policy(settings, self.engine):
             await until(self._attached)
             yield

@@ -19,22 +19,27 @@ PROMPT = [1, 40, 41, 42, 43, 44]
 WEIGHTS = "adapter_model.safetensors"
 
 
+def policy_values(model: Path, learner_port: int, cache: Path) -> dict[str, Any]:
+    """Settings of a policy server on the tiny model, attached to a learner of this machine, on free ports."""
+    return {
+        "model": model,
+        "learner": f"127.0.0.1:{learner_port}",
+        "port": 0,
+        "openai_port": 0,
+        "metrics_port": 0,
+        "cache_dir": cache,
+        "dtype": "float32",
+        "max_loras": SLOTS,
+        "max_lora_rank": 8,
+        "max_model_len": 256,
+        "report_seconds": 0.5,
+        "reconnect_seconds": 0.5,
+        "drain_seconds": 1.0,
+    }
+
+
 def settings_for(model: Path, learner_port: int, cache: Path) -> PolicySettings:
-    return PolicySettings(
-        model=model,
-        learner=f"127.0.0.1:{learner_port}",
-        port=0,
-        openai_port=0,
-        metrics_port=0,
-        cache_dir=cache,
-        dtype="float32",
-        max_loras=SLOTS,
-        max_lora_rank=8,
-        max_model_len=256,
-        report_seconds=0.5,
-        reconnect_seconds=0.5,
-        drain_seconds=5,
-    )
+    return PolicySettings(**policy_values(model, learner_port, cache) | {"drain_seconds": 5.0})
 
 
 def request(version: int, *, run: str = "p", count: int = 1, max_tokens: int = 12, **more: Any) -> Any:

@@ -25,17 +25,17 @@ from typing import Any
 
 import msgspec
 import torch
+from qerld_kernels.folders import sha256_of
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from .messages import LoraShape, TrainerConfig
+from .messages import INDEX_FILE, LoraShape, TrainerConfig
 
 FORMAT = 1
 ADAPTER_FILE = "adapter/adapter_model.safetensors"
 ADAPTER_CONFIG_FILE = "adapter/adapter_config.json"
 STATE_FILE = "state.safetensors"
-INDEX_FILE = "state.json"
 PEFT_PREFIX = "base_model.model."
 
 
@@ -217,9 +217,7 @@ def _same_shape(folder: Path, found: LoraShape, wanted: LoraShape) -> None:
 def _describe(path: Path) -> dict[str, Any]:
     """Fsync a file and return its digest and size."""
     _sync(path)
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"sha256": digest, "bytes": path.stat().st_size}
+    return {"sha256": sha256_of(path), "bytes": path.stat().st_size}
 
 
 def _verify(path: Path, expected: dict[str, Any]) -> None:
@@ -229,8 +227,7 @@ def _verify(path: Path, expected: dict[str, Any]) -> None:
         raise VersionFolderError(
             f"{path} has {path.stat().st_size} bytes, {expected['bytes']} were committed; use another version"
         )
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    digest = sha256_of(path)
     if digest != expected["sha256"]:
         raise VersionFolderError(
             f"{path} has sha256 {digest}, {expected['sha256']} was committed; the file was altered: use another version"

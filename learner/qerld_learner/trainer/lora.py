@@ -1,8 +1,7 @@
 """LoRA on the frozen base through PEFT. The one place that touches PEFT's private registry of custom modules.
 
 The masters are fp32; the forward uses them rounded to bf16, as they are published and served, with a straight-through
-gradient. The rounded values are exact in bf16 and fp32; in fp16 those
-below 6e-5 lose bits, on both sides alike.
+gradient. The rounded values are exact in bf16 and fp32; in fp16 those below 6e-5 lose bits, on both sides alike.
 """
 
 from __future__ import annotations

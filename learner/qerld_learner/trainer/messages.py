@@ -15,6 +15,8 @@ import msgspec
 
 FRAME_HEADER = struct.Struct(">I")
 MAX_FRAME_BYTES = 1 << 30
+# In each version folder: what the version is, and the checksums of its files as they were written.
+INDEX_FILE = "state.json"
 
 
 class LoraShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
