@@ -1,9 +1,10 @@
 """The policy engine on a GPU: exactness of clean slots beside noise, hot-swap times, and the cost of noise by slot.
 
-    python benchmarks/gpu_engine.py --model FOLDER --out result.json [--batches 8,64,256] [--tokens 128]
+    python benchmarks/gpu_engine.py --model FOLDER --out result.json [--batches 8,64,256] [--tokens 128] [--dtype float16]
 
 Runs two servers one after the other in processes of their own: ours, and vLLM with stock norms and the same adapter.
-Prints nothing of value; everything goes to --out. Runs on the CPU too (a tiny model), to try the script.
+Throughputs are medians of three rounds after a warm-up. Prints nothing of value; everything goes to --out. Runs on the CPU
+too (a tiny model), to try the script.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import asyncio
 import json
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -29,6 +31,7 @@ from qerld_service.vllm_start import start_vllm
 from safetensors.torch import save_file
 
 CLEAN, NOISY, OTHER = AdapterKey("bench", 1, False), AdapterKey("bench", 1, True), AdapterKey("bench", 2, True)
+ROUNDS = 3
 Sampler = Callable[[str, list[int], int], Awaitable[int]]
 
 
@@ -55,13 +58,13 @@ def sequences(model: Path, count: int, length: int) -> list[list[int]]:
 
 
 async def throughput(sample: Sampler, prompts: list[list[int]], batch: int, tokens: int) -> float:
-    """Completion tokens a second of `batch` requests at once, after one warm-up round."""
-    best = 0.0
-    for round_ in range(2):
+    """Completion tokens a second of `batch` requests at once: the median of ROUNDS after a warm-up."""
+    rounds = []
+    for number in range(1 + ROUNDS):
         started = time.monotonic()
-        made = await asyncio.gather(*(sample(f"{round_}-{batch}-{i}", prompts[i], tokens) for i in range(batch)))
-        best = sum(made) / (time.monotonic() - started)
-    return best
+        made = await asyncio.gather(*(sample(f"{number}-{batch}-{i}", prompts[i], tokens) for i in range(batch)))
+        rounds.append(sum(made) / (time.monotonic() - started))
+    return statistics.median(rounds[1:])
 
 
 async def with_noise(args: argparse.Namespace, adapter: Path) -> dict[str, Any]:
@@ -143,6 +146,7 @@ def config_of(args: argparse.Namespace) -> EngineConfig:
     """The engine under test, the same for both servers."""
     return EngineConfig(
         args.model,
+        dtype=args.dtype,
         max_loras=4,
         max_lora_rank=args.rank,
         max_model_len=args.prompt + args.tokens + 128,
@@ -175,6 +179,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batches", type=lambda s: [int(part) for part in s.split(",")], default=[8, 64, 256])
     parser.add_argument("--prompt", type=int, default=256, help="prompt tokens")
     parser.add_argument("--tokens", type=int, default=128, help="completion tokens")
+    parser.add_argument("--dtype", choices=["auto", "bfloat16", "float16", "float32"], default="auto", help="activations")
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--sigma", type=float, default=0.01)
     parser.add_argument("--memory", type=float, default=0.85, help="gpu_memory_utilization")
