@@ -1,10 +1,10 @@
 """The policy engine on a GPU: exactness of clean slots beside noise, hot-swap times, and the cost of noise by slot.
 
-    python benchmarks/gpu_engine.py --model FOLDER --out result.json [--batches 8,64,256] [--tokens 128] [--dtype float16]
+    python benchmarks/gpu_engine.py --model FOLDER --out result.json [--batches 8,64,256] [--dtype float16]
 
 Runs two servers one after the other in processes of their own: ours, and vLLM with stock norms and the same adapter.
-Throughputs are medians of three rounds after a warm-up. Prints nothing of value; everything goes to --out. Runs on the CPU
-too (a tiny model), to try the script.
+Throughputs are medians of three rounds after a warm-up. Prints nothing of value; everything goes to --out. Runs on the
+CPU too (a tiny model), to try the script. On an H200 each server takes almost three minutes to start.
 """
 
 from __future__ import annotations
@@ -179,7 +179,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batches", type=lambda s: [int(part) for part in s.split(",")], default=[8, 64, 256])
     parser.add_argument("--prompt", type=int, default=256, help="prompt tokens")
     parser.add_argument("--tokens", type=int, default=128, help="completion tokens")
-    parser.add_argument("--dtype", choices=["auto", "bfloat16", "float16", "float32"], default="auto", help="activations")
+    parser.add_argument(
+        "--dtype", choices=["auto", "bfloat16", "float16", "float32"], default="auto", help="activations"
+    )
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--sigma", type=float, default=0.01)
     parser.add_argument("--memory", type=float, default=0.85, help="gpu_memory_utilization")

@@ -58,7 +58,7 @@ COMMANDS = {
         "qerld_service.quickstart.main",
         "quickstart",
         "train a small real model on a small task, the whole loop, in minutes",
-        ("torch", "gguf", "matplotlib", "rich"),
+        ("torch", "matplotlib", "rich"),
     ),
     "config": Command(
         "qerld_service.config",

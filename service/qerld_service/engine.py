@@ -28,6 +28,7 @@ from qerld_service.engine_types import (
     RequestError,
     Sampling,
 )
+from qerld_service.resting import resting
 from qerld_service.vllm_plugin import set_environment
 from qerld_service.vllm_start import import_vllm, start_vllm
 
@@ -121,7 +122,7 @@ class PolicyEngine:
         started = time.monotonic()
         slot = self._slots.reserve(key, folder)
         try:
-            await asyncio.to_thread(check_adapter, folder, self._shapes, self._max_rank)
+            await asyncio.to_thread(resting()(check_adapter), folder, self._shapes, self._max_rank)
             self._realised[key] = await self._add(slot, noise)
         except BaseException:
             self._slots.free(slot)

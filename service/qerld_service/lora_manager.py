@@ -11,7 +11,6 @@ Runs inside vLLM's worker process; loaded by `vllm_plugin`.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -23,6 +22,7 @@ from vllm.lora.model_manager import LRUCacheLoRAModelManager
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
 from qerld_service.norms import NoiseSlots, find_noisy_norms
+from qerld_service.resting import resting
 
 __all__ = ["NoisyLoRAModelManager", "register_lora_manager"]
 
@@ -85,28 +85,18 @@ class NoisyLoRAModelManager(LRUCacheLoRAModelManager):  # type: ignore[misc]
     def _fill(
         self, slot: int, adapter_id: int, read: Callable[[], LoRAModel], stream: torch.cuda.Stream | None
     ) -> tuple[LoRAModel, float]:
-        with torch.no_grad(), _completed_on(stream):
-            with _rest_afterwards():
-                lora = read()
-                self._create_merged_loras_inplace(lora)
+        with torch.no_grad(), _completed_on(stream), resting():
+            lora = read()
+            self._create_merged_loras_inplace(lora)
             for name, module in self.modules.items():
                 weights = lora.get_lora(name)
-                with _rest_afterwards():
-                    if weights is None:
-                        module.reset_lora(slot)
-                    else:
-                        module.set_lora(slot, weights.lora_a, weights.lora_b)
+                if weights is None:
+                    module.reset_lora(slot)
+                else:
+                    module.set_lora(slot, weights.lora_a, weights.lora_b)
             self.noise_slots.write(slot, adapter_id)
             share = self.noise_slots.realised_share(slot, adapter_id)
         return lora, share
-
-
-@contextlib.contextmanager
-def _rest_afterwards() -> Iterator[None]:
-    """Sleep for three times the processor time of the block, so that no step of the loop bears all of a load."""
-    begun = time.thread_time()
-    yield
-    time.sleep(3 * (time.thread_time() - begun))
 
 
 def _stream_after_this_one(device: torch.device) -> torch.cuda.Stream | None:

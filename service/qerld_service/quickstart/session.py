@@ -16,7 +16,7 @@ from typing import Any
 
 from qerld_service.supervise import die_with
 
-START_SECONDS = 300.0
+START_SECONDS = 600.0  # on a GPU vLLM compiles and captures graphs: 150 s on an H200
 STOP_SECONDS = 45.0
 POLL_SECONDS = 0.2
 TAIL_LINES = 25
