@@ -3,7 +3,7 @@ BIN := .venv/bin
 # Further arguments: make quickstart ARGS="--task sums --seed 1", make test ARGS="tests/cli -x"
 ARGS ?=
 
-.PHONY: help setup quickstart test lint format types proto proto-check clean
+.PHONY: help setup quickstart test lint format types proto settings generated-check clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -33,8 +33,11 @@ types: setup  ## check types
 proto: setup  ## generate the code of proto/
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/proto.sh
 
-proto-check: proto  ## check that the committed code is what proto/ generates, and lint the API
-	git diff --exit-code -- proto
+settings: setup  ## write docs/settings.md from the settings
+	scripts/settings_doc.sh
+
+generated-check: proto settings  ## check that what is committed is what is generated, and lint the API
+	git diff --exit-code -- proto docs/settings.md
 	scripts/buf.sh lint
 
 clean:  ## remove what was built or downloaded here, the environment and caches included; runs/ stays

@@ -75,6 +75,8 @@ async def with_noise(args: argparse.Namespace, adapter: Path) -> dict[str, Any]:
     probes = sequences(args.model, 8, 96)
     result["load_clean_s"] = await engine.load(CLEAN, adapter, None)
     alone = [await engine.score(CLEAN, ids[:32], ids[32:]) for ids in probes]
+    again = [await engine.score(CLEAN, ids[:32], ids[32:]) for ids in probes]
+    result["clean_bit_equal_when_repeated"] = again == alone
     result["load_noisy_s"] = await engine.load(NOISY, adapter, Noise(args.sigma, 7))
     result["load_relative_s"] = await engine.load(OTHER, adapter, Noise(args.sigma, 8, relative=True))
     beside = [await engine.score(CLEAN, ids[:32], ids[32:]) for ids in probes]

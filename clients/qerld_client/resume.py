@@ -68,7 +68,7 @@ class PolicyResume:
 
 
 class ReportsResume:
-    """A new connection asks for the reports after the last one seen, so none is missed."""
+    """A new connection asks for the reports after the last one seen, so none is missed after the first."""
 
     def __init__(self, run: str, after_step: int | None) -> None:
         self._request = run_pb2.WatchRunRequest(run=run, after_step=after_step)

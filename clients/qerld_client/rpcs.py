@@ -87,7 +87,10 @@ def delete_run(run: str) -> Unary[None]:
 
 
 def watch_run(run: str, *, after_step: int | None = None, timeout: float | None = None) -> Streamed[run_pb2.RunReport]:
-    """Iterate over one report a learner step: those stored after `after_step`, then new ones; none is missed."""
+    """Iterate over one report a learner step: those stored after `after_step` (0: all), then new ones; none is missed.
+
+    None: only new ones. Those of a reconnection before the first are missed then.
+    """
     return streamed(lambda stubs: stubs.runs.WatchRun, ReportsResume(run, after_step), timeout, STREAM_SECONDS)
 
 

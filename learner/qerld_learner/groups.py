@@ -11,7 +11,6 @@ from .trainer.advantages import ADVANTAGES, advantages_of
 
 # The advantage of a rollout is relative to its group: one reward alone has nothing to be compared with.
 LEAST_REWARDS = 2
-REWARD_KINDS = (OutcomeKind.REWARD, OutcomeKind.TURN_REWARDS, OutcomeKind.TOKEN_REWARDS)
 
 
 class Verdict(StrEnum):

@@ -88,6 +88,7 @@ class RunLoop:
             return False
         if newest.state in (VersionState.STAGED, VersionState.CANARY):
             await self._promote(newest)
+            self._waiting_since = time.time()
             return True
         # Each group that gets its rewards wakes this loop: only a look, beside the writer, until it is worth a write.
         if batch is None and (ready >= run.config.groups_per_step or newest.version != self._cleared_at):
@@ -131,7 +132,7 @@ class RunLoop:
         noise = noise_of(run.config, batch.step, batch.version)
         metrics = batches.report_metrics(data, result.metrics, noise.sigma, self._pulse.zero_variance, seconds)
         self._pulse.zero_variance = 0
-        phases = {**result.phase_seconds, "sample_wait": wait, "train": seconds}
+        phases = {**result.phase_seconds, "sample_wait": wait}
         now = time.time()
         report = StepReport(self._run, batch.step, batch.version, metrics, phases, now, run.state)
         version = VersionRecord(
@@ -146,7 +147,6 @@ class RunLoop:
             created_at=now,
         )
         await self._commit(batch, version, folder, result, report)
-        self._waiting_since = time.time()
 
     async def _step(self, run: RunRecord, data: batches.BatchData, folder: str) -> StepResult:
         out = self._shared.options.state_dir / folder

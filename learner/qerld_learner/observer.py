@@ -1,4 +1,4 @@
-"""What the learner tells whoever counts: `api/metrics.py` turns it into Prometheus metrics.
+"""What the learner tells whoever counts: `metrics.py` turns it into Prometheus metrics.
 
 All calls come from the learner's event loop and must return at once.
 """

@@ -16,6 +16,9 @@ from importlib.util import find_spec
 USAGE_ERROR = 2
 
 
+VLLM_WITHOUT_GPU = " (on a machine without an NVIDIA GPU: python3 scripts/bootstrap.py, from a checkout)"
+
+
 @dataclass(frozen=True)
 class Command:
     """One subcommand: `module` has `main(argv) -> int`; a `process` replaces this one with `python -m module`."""
@@ -123,7 +126,7 @@ def missing_text(name: str, command: Command, missing: Sequence[str]) -> str:
     packages = ", ".join(missing)
     way_out = f"pip install 'qerld[{command.extra}]'"
     if "vllm" in missing:
-        way_out += " (on a machine without an NVIDIA GPU: python3 scripts/bootstrap.py, from a checkout)"
+        way_out += VLLM_WITHOUT_GPU
     return f"qerld {name}: this installation lacks {packages}; install with {way_out}\n"
 
 

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from qerld_service.checks import Check
+from qerld_service.cli import VLLM_WITHOUT_GPU
 from qerld_service.learner_checks import check_learner
 from qerld_service.model_checks import check_model
 
@@ -115,7 +116,7 @@ def check_package(name: str) -> Check:
     except PackageNotFoundError:
         advice = f"pip install 'qerld[{extra}]'"
         if name == "vllm":
-            return Check(name, "warn", "not installed", f"{advice}; only a policy server needs it")
+            return Check(name, "warn", "not installed", f"{advice}{VLLM_WITHOUT_GPU}; only a policy server needs it")
         return Check(name, "fail", "not installed", advice)
     if numbers(found) < numbers(lowest) or (too_new is not None and numbers(found) >= numbers(too_new)):
         upper = f", < {too_new}" if too_new is not None else ""

@@ -79,7 +79,7 @@ def watch(client: Client, name: str | None, once: bool, console: Console) -> Non
         view.replicas = client.list_replicas()
         console.print(render(view))
         return
-    threading.Thread(target=collect, args=(client.watch_run(view.run.name), view), daemon=True).start()
+    threading.Thread(target=collect, args=(client.watch_run(view.run.name, after_step=0), view), daemon=True).start()
     with Live(render(view), console=console, refresh_per_second=4) as live:
         while True:
             view.run = client.get_run(view.run.name)
@@ -102,7 +102,7 @@ def stored_reports(client: Client, run: run_pb2.Run) -> list[run_pb2.RunReport]:
     reports: list[run_pb2.RunReport] = []
     if run.step == 0:
         return reports
-    with client.watch_run(run.name, timeout=DEADLINE) as stream:
+    with client.watch_run(run.name, after_step=0, timeout=DEADLINE) as stream:
         for report in stream:
             reports.append(report)
             if report.step >= run.step:
@@ -118,16 +118,17 @@ def collect(reports: Iterable[run_pb2.RunReport], view: View) -> None:
 
 
 def render(view: View) -> Group:
-    return Group(headline(view), curves(view.reports), replica_table(view.replicas))
+    reports = list(view.reports)  # a copy: another thread appends
+    return Group(headline(view, reports), curves(reports), replica_table(view.replicas))
 
 
-def headline(view: View) -> Text:
+def headline(view: View, reports: Sequence[run_pb2.RunReport]) -> Text:
     run = view.run
     limit = f" of {run.config.max_steps}" if run.config.max_steps else ""
     state = run_pb2.RunState.Name(run.state).removeprefix("RUN_STATE_").lower()
     text = Text.assemble(
         (run.name, "bold"),
-        f"  {state}  step {run.step}{limit}  live version {run.live_version}  {token_rate(view.reports):.0f} tokens/s",
+        f"  {state}  step {run.step}{limit}  live version {run.live_version}  {token_rate(reports):.0f} tokens/s",
     )
     if run.reason:
         text.append(f"  ({run.reason})", "yellow")
@@ -136,7 +137,7 @@ def headline(view: View) -> Text:
 
 def token_rate(reports: Sequence[run_pb2.RunReport]) -> float:
     """Trained tokens a second over the latest ten reports."""
-    latest = list(reports)[-10:]
+    latest = reports[-10:]
     if len(latest) < 2:
         return 0.0
     seconds = latest[-1].at.ToNanoseconds() - latest[0].at.ToNanoseconds()

@@ -168,6 +168,11 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": run_pb2.Optimizer(beta1=1.0)}, "config.optimizer.beta1"),
     ({"algorithm": run_pb2.Algorithm(clip_low=-0.1)}, "config.algorithm.clip_low"),
     ({"algorithm": run_pb2.Algorithm(advantage=99)}, "config.algorithm.advantage"),  # type: ignore[arg-type]
+    (
+        {"algorithm": run_pb2.Algorithm(advantage=run_pb2.ADVANTAGE_ESTIMATOR_LEAVE_ONE_OUT)},
+        "config.algorithm.advantage",
+    ),
+    ({"algorithm": run_pb2.Algorithm(aggregation=run_pb2.LOSS_AGGREGATION_CONSTANT)}, "config.algorithm.aggregation"),
     ({"seed": 2**64 - 1}, "config.seed"),
     ({"reward_deadline": Duration(seconds=-1)}, "config.reward_deadline"),
 ]

@@ -18,8 +18,15 @@ from safetensors.torch import load_file, save_file
 from support.bad_models import BAD_MODELS, assert_one_clear_line, make_bad_model
 
 PLAIN = [kind for kind, bad in BAD_MODELS.items() if not bad.packed]
-# Of three kinds: no folder, a file, values. Importing their libraries takes these processes most of the time.
-PROCESSES = ("unknown folder", "truncated safetensors", "NaN scales")
+# Importing their libraries takes these processes most of the time.
+PROCESSES = (
+    "unknown folder",
+    "truncated safetensors",
+    "missing tensor",
+    "wrong dtype",
+    "NaN scales",
+    "unsupported architecture",
+)
 
 
 @pytest.mark.parametrize("kind", BAD_MODELS)

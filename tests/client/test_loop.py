@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
 import math
+import threading
 import time
 import urllib.request
 from collections import Counter
@@ -24,12 +27,15 @@ from qerld_client import (
     LoraConfig,
     NoiseSchedule,
     Optimizer,
+    QerldError,
     Rollout,
     RunConfig,
     RunState,
     Task,
 )
 from qerld_learner.metrics import REPLICA_STATES, STEP_GAUGES, LearnerMetrics
+from qerld_service import watch
+from rich.console import Console
 
 from .conftest import Target, loop_of
 
@@ -39,7 +45,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.engine
 STEPS = 3
 BUFFERED = ("queued", "sampling", "awaiting_rewards", "ready", "batched")
-PHASES = ("sample_wait", "load", "forward", "backward", "optimizer", "commit", "train", "promote")
+PHASES = ("sample_wait", "load", "pack", "forward", "backward", "optimizer", "commit", "promote")
 
 
 def config() -> RunConfig:
@@ -137,10 +143,14 @@ async def test_every_metric_of_a_run_says_what_happened(trained: Target) -> None
     run = "asyncio"
     async with AsyncClient(trained.address) as client, asyncio.timeout(280):
         before = await asyncio.to_thread(_scrape, trained.metrics_port)
+        begun = time.monotonic()
         await client.create_run(run, config())
         reports = [report async for report in client.train(run, tasks(), reward, concurrency=4)]
+        took = time.monotonic() - begun
         ledger, page = await settled(client, run, trained.metrics_port)
         live = await client.get_policy(run)
+        for once in (True, False):
+            await asyncio.to_thread(watch_until_shown, trained.address, run, once)
         await client.delete_run(run)  # its slots are for the other tests' runs
     assert [report.step for report in reports] == [1, 2, 3]
     assert reports[-1].state == RunState.RUN_STATE_COMPLETED
@@ -177,7 +187,9 @@ async def test_every_metric_of_a_run_says_what_happened(trained: Target) -> None
     ready = ledger.states["trained"] + ledger.states["ready"]
     assert ready <= value("groups_total", how="ready") <= ready + ledger.states["dropped"]
     assert value("groups_total", how="trained") == 2 * STEPS
-    # Seconds by phase, and of swaps.
+    # Seconds by phase, none of which overlap, and of swaps.
+    assert {phase for report in reports for phase in report.phase_seconds} == set(PHASES)
+    assert sum(sum(report.phase_seconds.values()) for report in reports) <= took
     for phase in PHASES:
         seconds = [report.phase_seconds[phase] for report in reports]
         assert value("step_phase_seconds_count", phase=phase) == STEPS
@@ -207,6 +219,28 @@ async def test_every_metric_of_a_run_says_what_happened(trained: Target) -> None
     families = {family.name for family in LearnerMetrics().registry.collect()}
     ours = {name for name in families if name.startswith(("qerld_", "grpc_"))}
     assert {name for name in ours if not any(key.startswith(name) for key in page)} == set()
+
+
+def watch_until_shown(address: str, run: str, once: bool) -> None:
+    """`qerld watch` of a run that has ended: its curves come from the reports that are stored."""
+    console = Console(file=io.StringIO(), width=160, force_terminal=True)
+    assert isinstance(console.file, io.StringIO)
+    client, end = Client(address), time.monotonic() + 60
+    view = threading.Thread(target=watch_quietly, args=(client, run, once, console))
+    view.start()
+    while "mismatch KL" not in console.file.getvalue():
+        assert view.is_alive() or "mismatch KL" in console.file.getvalue(), console.file.getvalue()
+        assert time.monotonic() < end, console.file.getvalue()
+        time.sleep(0.05)
+    client.close()
+    view.join(60)
+    assert not view.is_alive()
+    assert f"completed  step {STEPS} of {STEPS}" in console.file.getvalue()
+
+
+def watch_quietly(client: Client, run: str, once: bool, console: Console) -> None:
+    with contextlib.suppress(QerldError, ValueError):  # its client is closed
+        watch.watch(client, run, once, console)
 
 
 def _scrape(port: int) -> dict[str, float]:

@@ -103,7 +103,8 @@ class ReplicaService(object):
 
 
 class PolicyReplicaServiceStub(object):
-    """PolicyReplicaService is served by each policy server; only the learner calls it.
+    """PolicyReplicaService is served by each policy server, to the learner and to an operator's tools; clients of the
+    learner do not call it.
     """
 
     def __init__(self, channel):
@@ -125,7 +126,8 @@ class PolicyReplicaServiceStub(object):
 
 
 class PolicyReplicaServiceServicer(object):
-    """PolicyReplicaService is served by each policy server; only the learner calls it.
+    """PolicyReplicaService is served by each policy server, to the learner and to an operator's tools; clients of the
+    learner do not call it.
     """
 
     def Generate(self, request, context):
@@ -164,7 +166,8 @@ def add_PolicyReplicaServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PolicyReplicaService(object):
-    """PolicyReplicaService is served by each policy server; only the learner calls it.
+    """PolicyReplicaService is served by each policy server, to the learner and to an operator's tools; clients of the
+    learner do not call it.
     """
 
     @staticmethod

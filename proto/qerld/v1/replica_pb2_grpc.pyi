@@ -64,7 +64,9 @@ class ReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
 def add_ReplicaServiceServicer_to_server(servicer: ReplicaServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class PolicyReplicaServiceStub:
-    """PolicyReplicaService is served by each policy server; only the learner calls it."""
+    """PolicyReplicaService is served by each policy server, to the learner and to an operator's tools; clients of the
+    learner do not call it.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -77,7 +79,9 @@ class PolicyReplicaServiceStub:
 
 @_typing.type_check_only
 class PolicyReplicaServiceAsyncStub(PolicyReplicaServiceStub):
-    """PolicyReplicaService is served by each policy server; only the learner calls it."""
+    """PolicyReplicaService is served by each policy server, to the learner and to an operator's tools; clients of the
+    learner do not call it.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_replica_pb2.GenerateRequest, _replica_pb2.GenerateResponse]  # type: ignore[assignment]
@@ -86,7 +90,9 @@ class PolicyReplicaServiceAsyncStub(PolicyReplicaServiceStub):
     """Score returns log-probabilities of given completions at temperature 1 and without noise."""
 
 class PolicyReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
-    """PolicyReplicaService is served by each policy server; only the learner calls it."""
+    """PolicyReplicaService is served by each policy server, to the learner and to an operator's tools; clients of the
+    learner do not call it.
+    """
 
     @_abc_1.abstractmethod
     def Generate(

@@ -35,9 +35,9 @@ class _AdvantageEstimatorEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Ad
     ADVANTAGE_ESTIMATOR_MEAN_ONLY: _AdvantageEstimator.ValueType  # 2
     """r - mean of the group (Dr. GRPO, arXiv 2503.20783)."""
     ADVANTAGE_ESTIMATOR_LEAVE_ONE_OUT: _AdvantageEstimator.ValueType  # 3
-    """r - mean of the others (RLOO, arXiv 2402.14740)."""
+    """r - mean of the others (RLOO, arXiv 2402.14740). Not served yet."""
     ADVANTAGE_ESTIMATOR_BATCH_NORM: _AdvantageEstimator.ValueType  # 4
-    """Normalised over the whole batch (REINFORCE++, arXiv 2501.03262)."""
+    """Normalised over the whole batch (REINFORCE++, arXiv 2501.03262). Not served yet."""
 
 class AdvantageEstimator(_AdvantageEstimator, metaclass=_AdvantageEstimatorEnumTypeWrapper):
     """AdvantageEstimator turns rewards of a group into advantages."""
@@ -49,9 +49,9 @@ ADVANTAGE_ESTIMATOR_GROUP_NORM: AdvantageEstimator.ValueType  # 1
 ADVANTAGE_ESTIMATOR_MEAN_ONLY: AdvantageEstimator.ValueType  # 2
 """r - mean of the group (Dr. GRPO, arXiv 2503.20783)."""
 ADVANTAGE_ESTIMATOR_LEAVE_ONE_OUT: AdvantageEstimator.ValueType  # 3
-"""r - mean of the others (RLOO, arXiv 2402.14740)."""
+"""r - mean of the others (RLOO, arXiv 2402.14740). Not served yet."""
 ADVANTAGE_ESTIMATOR_BATCH_NORM: AdvantageEstimator.ValueType  # 4
-"""Normalised over the whole batch (REINFORCE++, arXiv 2501.03262)."""
+"""Normalised over the whole batch (REINFORCE++, arXiv 2501.03262). Not served yet."""
 Global___AdvantageEstimator: _TypeAlias = AdvantageEstimator  # noqa: Y015
 
 class _LossAggregation:
@@ -67,7 +67,7 @@ class _LossAggregationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LossA
     LOSS_AGGREGATION_SEQUENCE_MEAN: _LossAggregation.ValueType  # 2
     """Mean over sequences of the mean over their tokens (GRPO)."""
     LOSS_AGGREGATION_CONSTANT: _LossAggregation.ValueType  # 3
-    """Sum over tokens divided by a constant (Dr. GRPO)."""
+    """Sum over tokens divided by a constant (Dr. GRPO). Not served yet."""
 
 class LossAggregation(_LossAggregation, metaclass=_LossAggregationEnumTypeWrapper):
     """LossAggregation weighs tokens and sequences."""
@@ -79,7 +79,7 @@ LOSS_AGGREGATION_TOKEN_MEAN: LossAggregation.ValueType  # 1
 LOSS_AGGREGATION_SEQUENCE_MEAN: LossAggregation.ValueType  # 2
 """Mean over sequences of the mean over their tokens (GRPO)."""
 LOSS_AGGREGATION_CONSTANT: LossAggregation.ValueType  # 3
-"""Sum over tokens divided by a constant (Dr. GRPO)."""
+"""Sum over tokens divided by a constant (Dr. GRPO). Not served yet."""
 Global___LossAggregation: _TypeAlias = LossAggregation  # noqa: Y015
 
 class _NoiseSchedule:
@@ -1021,7 +1021,9 @@ class RunReport(_message.Message):
 
     @_builtins.property
     def phase_seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Seconds by phase: "sample_wait", "load", "forward", "backward", "optimizer", "checkpoint", "commit", "promote"."""
+        """Seconds by phase, one after the other: "sample_wait" (for enough rewards), "load", "pack", "reference" (of a run with
+        a KL term), "forward", "backward", "optimizer", "commit" (files) and "promote" (canary and loading).
+        """
 
     @_builtins.property
     def at(self) -> _timestamp_pb2.Timestamp:

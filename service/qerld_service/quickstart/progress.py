@@ -46,7 +46,7 @@ def follow(
 
 def collect(client: Client, run: str, arrived: queue.Queue[run_pb2.RunReport | QerldError]) -> None:
     try:
-        for report in client.watch_run(run):
+        for report in client.watch_run(run, after_step=0):
             arrived.put(report)
     except QerldError as error:
         arrived.put(error)
