@@ -145,8 +145,8 @@ def softmax_statistics_reference(
     """The same in plain torch, about eight passes over the logits."""
     logits = head.logits(raw)
     normaliser = torch.logsumexp(logits, dim=-1)
-    probabilities = torch.exp(logits - normaliser[:, None])
-    entropy = normaliser - torch.einsum("nv,nv->n", probabilities, logits)
+    probabilities = torch.softmax(logits, dim=-1)
+    entropy = torch.special.entr(probabilities).sum(-1)
     return normaliser, entropy, None if dtype is None else (probabilities * head.slope(raw)).to(dtype)
 
 
@@ -167,18 +167,19 @@ def _statistics_kernel(
             logit = tl.where(inside, softcap * _tanh(logit / softcap), float("-inf"))
         logit *= inverse_temperature
         new = tl.maximum(largest, logit)
-        # The first block fills every lane that counts; a lane beyond a vocabulary smaller than BLOCK stays at −∞.
-        old_share = tl.where(new == float("-inf"), 0.0, tl.exp(largest - new))
-        share = tl.where(inside, tl.exp(logit - new), 0.0)
-        total = total * old_share + share
-        weighted = weighted * old_share + tl.where(inside, share * logit, 0.0)
+        # A lane's first block makes its maximum finite; a lane beyond a vocabulary smaller than BLOCK stays at −∞.
+        sunk = tl.where(largest == float("-inf"), 0.0, largest - new)
+        above = tl.where(inside, logit - new, 0.0)
+        share = tl.where(inside, tl.exp(above), 0.0)
+        weighted = (weighted + total * sunk) * tl.exp(sunk) + share * above
+        total = total * tl.exp(sunk) + share
         largest = new
     peak = tl.max(largest, axis=0)
-    factor = tl.exp(largest - peak)
-    mass = tl.sum(total * factor, axis=0)
-    normaliser = peak + tl.log(mass)
-    tl.store(normaliser_ptr + row, normaliser)
-    tl.store(entropy_ptr + row, normaliser - tl.sum(weighted * factor, axis=0) / mass)
+    sunk = tl.where(largest == float("-inf"), 0.0, largest - peak)
+    mass = tl.sum(total * tl.exp(sunk), axis=0)
+    tl.store(normaliser_ptr + row, peak + tl.log(mass))
+    # Σ p (l − peak) instead of Σ p l: large logits would cancel.
+    tl.store(entropy_ptr + row, tl.log(mass) - tl.sum((weighted + total * sunk) * tl.exp(sunk), axis=0) / mass)
     if WITH_P:
         for start in range(0, vocabulary, BLOCK):
             inside = start + columns < vocabulary
@@ -188,7 +189,7 @@ def _statistics_kernel(
                 bent = _tanh(logit / softcap)
                 slope = 1.0 - bent * bent
                 logit = softcap * bent
-            p = tl.exp(logit * inverse_temperature - normaliser) * slope
+            p = tl.exp(logit * inverse_temperature - peak) / mass * slope
             tl.store(sloped_ptr + row * vocabulary + start + columns, p.to(sloped_ptr.dtype.element_ty), mask=inside)
 
 
