@@ -39,7 +39,12 @@ MXFP4 = Format("MXFP4", 32, torch.uint8)
 
 
 def dequantize_unscaled(
-    packed: Tensor, scale: Tensor, *, format: Format = NVFP4, dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None
+    packed: Tensor,
+    scale: Tensor,
+    *,
+    format: Format = NVFP4,
+    dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Return w̃ [out, in] of packed uint8 [out, in / 2] and scale [out, in / block], written into `out` when given.
 

@@ -20,7 +20,9 @@ def inputs(tokens: int, channels: int, dtype: torch.dtype, device: str) -> list[
     return [x, residual, weight, table, slots]
 
 
-def exact(x: torch.Tensor, weight: torch.Tensor, table: torch.Tensor, slots: torch.Tensor, offset: float) -> torch.Tensor:
+def exact(
+    x: torch.Tensor, weight: torch.Tensor, table: torch.Tensor, slots: torch.Tensor, offset: float
+) -> torch.Tensor:
     wide = x.double()
     scale = weight.double() + table.double()[slots[: len(x)].long() + 1] + offset
     return wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * scale
