@@ -42,9 +42,9 @@ class Head:
         capped = raw if self.softcap is None else self.softcap * torch.tanh(raw / self.softcap)
         return capped / self.temperature
 
-    def slope(self, raw: Tensor) -> Tensor | float:
-        """The derivative of the soft cap at raw products; 1 without one."""
-        return 1.0 if self.softcap is None else 1 - torch.tanh(raw / self.softcap).square()
+    def slope(self, raw: Tensor) -> Tensor:
+        """The derivative of the soft cap at raw products; ones without one."""
+        return torch.ones_like(raw) if self.softcap is None else 1 - torch.tanh(raw / self.softcap).square()
 
 
 def pair_logprobs(hidden: Tensor, head: Head, pair_row: Tensor, pair_target: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,7 +98,7 @@ def _chunk(
     logprobs = head.logits(chosen) - normaliser[rows]
     if sloped is None:
         return logprobs, entropy, None
-    own = head.weight[targets].float() * torch.as_tensor(head.slope(chosen)).unsqueeze(-1)
+    own = head.weight[targets].float() * head.slope(chosen).unsqueeze(-1)
     expected = sloped @ head.weight
     jacobian = (own - expected[rows].float()) / head.temperature
     return logprobs, entropy, jacobian.to(block.dtype)
