@@ -5,9 +5,9 @@ With l = h Wᵀ / τ and p = softmax(l): log p_y = l_y − logsumexp(l), the ent
 backward needs no logits and recomputes nothing. The head is frozen (LoRA leaves it alone), so W gets no gradient. A
 soft cap c (Gemma 2) maps a raw logit z to c·tanh(z/c), whose slope 1 − tanh²(z/c) enters the sum and w_y's factor.
 
-Rows are taken in chunks, so that the extra memory is a chunk's logits in fp32 and p in the hidden states' dtype. The two
-products are the library's; one kernel reads the logits in between: normaliser and entropy by the online softmax (arXiv
-1805.02867) in one pass, p in a second one over a row that is still in the cache.
+Rows are taken in chunks, so that the extra memory is a chunk's logits in fp32 and p in the hidden states' dtype. The
+two products are the library's; one kernel reads the logits in between: normaliser and entropy by the online softmax
+(arXiv 1805.02867) in one pass, p in a second one over a row that is still in the cache.
 
 Legend: N rows, d hidden size, V vocabulary, P (row, target) pairs; n rows and m pairs of a chunk.
 """
@@ -53,7 +53,7 @@ def pair_logprobs(hidden: Tensor, head: Head, pair_row: Tensor, pair_target: Ten
     hidden: [N, d]; pair_row, pair_target: int64 [P]. Only `hidden` gets a gradient.
     """
     want_gradient = hidden.requires_grad and torch.is_grad_enabled()
-    out: tuple[Tensor, Tensor] = _PairLogprobs.apply(hidden, head, pair_row, pair_target, want_gradient)  # type: ignore[no-untyped-call]
+    out: tuple[Tensor, Tensor] = _PairLogprobs.apply(hidden, head, pair_row, pair_target, want_gradient)
     return out
 
 

@@ -1,13 +1,14 @@
 """Products with a packed NVFP4 weight: y = (x · W̃ᵀ) · g and dX = (dY · W̃) · g, with W̃ = e2m1 · e4m3.
 
 Three ways, chosen by the number of tokens M (`plan`):
-- fused, for small and middle M: a tile of W̃ is decoded into registers, where it is the left operand of the tensor cores,
-  and never written anywhere. The result is computed transposed, W̃ · xᵀ, since only the left operand may come from
-  registers. With few tokens K is split among programs (split-K), whose partial sums a second kernel adds.
+- fused, for small and middle M: a tile of W̃ is decoded into registers, where it is the left operand of the tensor
+  cores, and never written anywhere. The result is computed transposed, W̃ · xᵀ, since only the left operand may come
+  from registers. With few tokens K is split among programs (split-K), whose partial sums a second kernel adds.
 - dequantised, for large M and the backward: W̃ into a scratch, then the library's product.
 
 Decoding costs one multiplication a weight: the bits of an e2m1 number, moved into a bf16 (fp16) number, are that number
-times 2⁻¹²⁶ (2⁻¹⁴), and its block scale brings 2¹¹⁹ (2⁷) along. The tile is W̃ · 2⁻⁷, exact; the end multiplies by g · 2⁷.
+times 2⁻¹²⁶ (2⁻¹⁴), and its block scale brings 2¹¹⁹ (2⁷) along. The tile is W̃ · 2⁻⁷, exact; the end multiplies by
+g · 2⁷.
 A byte holds two neighbours along K, so the tile of low nibbles meets the even columns of x and that of high nibbles the
 odd ones; x is taken apart once, by a kernel of its own.
 
@@ -17,14 +18,15 @@ Legend: M tokens, K inputs, N outputs.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from qerld_kernels.dequantize import dequantize_unscaled
+from qerld_kernels.dequantize import dequantize_reference, dequantize_unscaled
 from qerld_kernels.jit import can_launch, jit, next_power_of_2, tl
 
-__all__ = ["Plan", "backward_product", "fused_product", "matmul", "matmul_reference", "plan"]
+__all__ = ["Plan", "fused_product", "matmul", "matmul_backward", "matmul_reference", "plan"]
 
 BLOCK = 16
 
@@ -50,37 +52,62 @@ def plan(tokens: int, outputs: int, inputs: int) -> Plan | None:
     return Plan(64, 128, 128, 1, 4, 4)
 
 
-def matmul_reference(x: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
+def matmul_reference(x: Tensor, packed: Tensor, scale: Tensor, global_scale: float) -> Tensor:
     """y [M, N] in plain torch, in fp32 until the one rounding."""
-    weight = dequantize_unscaled(packed, scale, dtype=torch.float32)
+    weight = dequantize_reference(packed, scale, dtype=torch.float32)
     return ((x.float() @ weight.T) * global_scale).to(x.dtype)
 
 
-def matmul(x: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
-    """Return y [M, N] of x [M, K] bf16 or fp16, packed uint8 [N, K / 2], scale e4m3 [N, K / 16], global_scale fp32 [].
+@torch.library.custom_op("qerld::nvfp4_matmul", mutates_args=())
+def matmul(x: Tensor, packed: Tensor, scale: Tensor, global_scale: float) -> Tensor:
+    """Return y [M, N] of x [M, K] bf16 or fp16, packed uint8 [N, K / 2] and scale e4m3 [N, K / 16].
 
-    Raises ValueError when they do not fit.
+    One opaque op: the way is chosen when it runs, so a captured CUDA graph keeps the one for its M.
+
+    Raises:
+        ValueError: a shape, dtype or layout does not fit.
     """
-    _check(x, packed, scale)
+    _check(x, packed, scale, packed.shape[1] * 2)
     chosen = plan(x.shape[0], packed.shape[0], x.shape[1])
     if chosen is None or not can_launch(x):
-        return dequantised_product(x, packed, scale, global_scale)
+        return _scaled_product(x, dequantize_unscaled(packed, scale, dtype=x.dtype).T, global_scale)
     return fused_product(x, packed, scale, global_scale, chosen)
 
 
-def dequantised_product(x: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
-    """y by way of W̃ in x's dtype; the library multiplies by g in fp32 before it rounds."""
-    weight = dequantize_unscaled(packed, scale, dtype=x.dtype)
-    return torch.addmm(x.new_empty(1), x, weight.T, beta=0, alpha=float(global_scale))
+@torch.library.custom_op("qerld::nvfp4_matmul_backward", mutates_args=())
+def matmul_backward(grad: Tensor, packed: Tensor, scale: Tensor, global_scale: float) -> Tensor:
+    """dX [M, K] of dY [M, N], from the same bytes. Raises as `matmul`."""
+    _check(grad, packed, scale, packed.shape[0])
+    return _scaled_product(grad, dequantize_unscaled(packed, scale, dtype=grad.dtype), global_scale)
 
 
-def backward_product(grad: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
-    """dX [M, K] of dY [M, N], from the same bytes."""
-    weight = dequantize_unscaled(packed, scale, dtype=grad.dtype)
-    return torch.addmm(grad.new_empty(1), grad, weight, beta=0, alpha=float(global_scale))
+@matmul.register_fake
+def _(x: Tensor, packed: Tensor, scale: Tensor, global_scale: float) -> Tensor:
+    return x.new_empty(x.shape[0], packed.shape[0])
 
 
-def fused_product(x: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor, chosen: Plan) -> Tensor:
+@matmul_backward.register_fake
+def _(grad: Tensor, packed: Tensor, scale: Tensor, global_scale: float) -> Tensor:
+    return grad.new_empty(grad.shape[0], packed.shape[1] * 2)
+
+
+def _keep_weight(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, float], output: Tensor) -> None:
+    _, ctx.packed, ctx.scale, ctx.global_scale = inputs  # not saved_tensors: the bytes of a frozen layer do not change
+
+
+def _to_input(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    return matmul_backward(grad.contiguous(), ctx.packed, ctx.scale, ctx.global_scale), None, None, None
+
+
+matmul.register_autograd(_to_input, setup_context=_keep_weight)
+
+
+def _scaled_product(x: Tensor, weight: Tensor, global_scale: float) -> Tensor:
+    """The library multiplies by g in fp32 before it rounds."""
+    return torch.addmm(x.new_empty(1), x, weight, beta=0, alpha=global_scale)
+
+
+def fused_product(x: Tensor, packed: Tensor, scale: Tensor, global_scale: float, chosen: Plan) -> Tensor:
     """y by the fused kernel."""
     (tokens, inputs), outputs = x.shape, packed.shape[0]
     y = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
@@ -93,26 +120,28 @@ def fused_product(x: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor
     )
     grid = (-(-outputs // chosen.outputs), -(-tokens // chosen.tokens), chosen.split)
     _fused_kernel[grid](
-        halves, packed, scale.view(torch.uint8), global_scale, partial, tokens, outputs, inputs // 2,
-        BF16=x.dtype == torch.bfloat16, SPLIT=chosen.split, BM=chosen.tokens, BN=chosen.outputs, HALF=chosen.inputs // 2,
-        num_warps=chosen.warps, num_stages=chosen.stages,
+        halves, packed, scale.view(torch.uint8), 128.0 * global_scale, partial, tokens, outputs, inputs // 2,
+        BF16=x.dtype == torch.bfloat16, SPLIT=chosen.split,
+        BM=chosen.tokens, BN=chosen.outputs, HALF=chosen.inputs // 2, num_warps=chosen.warps, num_stages=chosen.stages,
     )  # fmt: skip
     if chosen.split > 1:
         count = tokens * outputs
-        _add_parts[(-(-count // 1024),)](partial, y, global_scale, count, SPLIT=chosen.split, BLOCK=1024, num_warps=4)
+        _add_parts[(-(-count // 1024),)](
+            partial, y, 128.0 * global_scale, count, SPLIT=chosen.split, BLOCK=1024, num_warps=4
+        )
     return y
 
 
-def _check(x: Tensor, packed: Tensor, scale: Tensor) -> None:
-    if x.ndim != 2 or x.dtype not in (torch.bfloat16, torch.float16) or x.stride(1) != 1:
+def _check(x: Tensor, packed: Tensor, scale: Tensor, columns: int) -> None:
+    if packed.dtype != torch.uint8 or packed.ndim != 2 or packed.shape[1] * 2 % BLOCK:
         raise ValueError(
-            f"x: must be bf16 or fp16 [M, K] with contiguous rows, got {x.dtype} {tuple(x.shape)}, strides {x.stride()}"
+            f"packed: must be uint8 [N, K / 2] with K a multiple of {BLOCK}, got {packed.dtype} {tuple(packed.shape)}"
         )
-    outputs, inputs = packed.shape[0], x.shape[1]
-    if packed.dtype != torch.uint8 or packed.shape != (outputs, inputs // 2) or inputs % BLOCK:
+    outputs, inputs = packed.shape[0], packed.shape[1] * 2
+    if x.ndim != 2 or x.dtype not in (torch.bfloat16, torch.float16) or x.shape[1] != columns or x.stride(1) != 1:
         raise ValueError(
-            f"packed: must be uint8 [N, {inputs // 2}] for x {tuple(x.shape)} with K a multiple of {BLOCK}, "
-            f"got {packed.dtype} {tuple(packed.shape)}"
+            f"x: must be bf16 or fp16 [M, {columns}] with contiguous rows, "
+            f"got {x.dtype} {tuple(x.shape)}, strides {x.stride()}"
         )
     if scale.dtype != torch.float8_e4m3fn or scale.shape != (outputs, inputs // BLOCK):
         raise ValueError(f"scale: must be e4m3 [{outputs}, {inputs // BLOCK}], got {scale.dtype} {tuple(scale.shape)}")
@@ -137,7 +166,7 @@ def _take_apart(x_ptr, halves_ptr, stride, tokens, half, HALF: tl.constexpr):
 
 @jit
 def _fused_kernel(
-    halves_ptr, packed_ptr, scale_ptr, g_ptr, out_ptr, tokens, outputs, half,
+    halves_ptr, packed_ptr, scale_ptr, factor, out_ptr, tokens, outputs, half,
     BF16: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """One tile [BN, BM] of W̃ · xᵀ, over one part of K."""
@@ -166,7 +195,7 @@ def _fused_kernel(
     target = columns.to(tl.int64)[None, :] * outputs + rows[:, None]
     inside_out = (rows[:, None] < outputs) & (columns[None, :] < tokens)
     if SPLIT == 1:
-        tl.store(out_ptr + target, (total * (128.0 * tl.load(g_ptr))).to(out_ptr.dtype.element_ty), mask=inside_out)
+        tl.store(out_ptr + target, (total * factor).to(out_ptr.dtype.element_ty), mask=inside_out)
     else:
         tl.store(out_ptr + part.to(tl.int64) * tokens * outputs + target, total, mask=inside_out)
 
@@ -192,11 +221,11 @@ def _scaled_up(code, BF16: tl.constexpr):
 
 
 @jit
-def _add_parts(partial_ptr, y_ptr, g_ptr, count, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
+def _add_parts(partial_ptr, y_ptr, factor, count, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
     """y = g · 2⁷ · Σ of the parts, in order."""
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = places < count
     total = tl.zeros([BLOCK], tl.float32)
     for part in tl.static_range(SPLIT):
         total += tl.load(partial_ptr + part * count + places, mask=inside, other=0.0)
-    tl.store(y_ptr + places, (total * (128.0 * tl.load(g_ptr))).to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(y_ptr + places, (total * factor).to(y_ptr.dtype.element_ty), mask=inside)

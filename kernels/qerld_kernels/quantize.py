@@ -1,6 +1,7 @@
 """Weights to NVFP4 on the GPU, bit for bit what `nvfp4.quantize` makes.
 
-    code = e4m3(amax / (6 g)), within [2⁻⁶, 448];  step = e4m3 value / (1 / g);  q = nearest e2m1 of w / step, ties to even
+    code = e4m3(amax / (6 g)), within [2⁻⁶, 448];  step = e4m3 value / (1 / g);
+    q = nearest e2m1 of w / step, ties to even
 
 "mse" tries the fourteen codes around that one and keeps the one of least Σ (q · step − w)². Everything is fp32 with
 divisions rounded to nearest, no fused multiply-add, and sums of 16 in a fixed order: halves added to halves.

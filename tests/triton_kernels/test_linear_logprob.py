@@ -17,7 +17,8 @@ def test_statistics_against_float64(vocabulary: int, head: Head, device: str) ->
     found = softmax_statistics(raw.to(device), head, torch.float32)
     wanted = softmax_statistics_reference(raw.double(), head, torch.float64)
     for one, other in zip(found, wanted, strict=True):
-        assert one is not None and other is not None
+        assert one is not None
+        assert other is not None
         torch.testing.assert_close(one.cpu().double(), other, rtol=1e-5, atol=2e-5)
     assert softmax_statistics(raw.to(device), head, None)[2] is None
 
@@ -47,7 +48,8 @@ def test_logprobs_and_gradients_against_autograd(head: Head, device: str, monkey
     (table[rows, targets] * torch.arange(23)).sum().backward()
     torch.testing.assert_close(logprobs.detach().cpu().double(), table[rows, targets].detach(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropy.cpu().double(), -(table.exp() * table).sum(1).detach(), rtol=1e-5, atol=1e-5)
-    assert hidden.grad is not None and plain.grad is not None
+    assert hidden.grad is not None
+    assert plain.grad is not None
     torch.testing.assert_close(hidden.grad.cpu().double(), plain.grad, rtol=1e-4, atol=1e-4)
 
 

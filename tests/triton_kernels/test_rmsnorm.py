@@ -52,7 +52,8 @@ def test_a_clean_slot_beside_noise_is_bit_equal(dtype: torch.dtype, device: str)
     alone = add_rmsnorm_slots(x, residual, weight, table, clean, 1e-5)
     beside = add_rmsnorm_slots(x, residual, weight, table, slots, 1e-5)
     rows = slots[:64] == -1
-    assert rows.any() and not rows.all()
+    assert rows.any()
+    assert not rows.all()
     for one, other in zip(alone, beside, strict=True):
         assert torch.equal(one[rows], other[rows])
     assert not torch.equal(alone[0][~rows], beside[0][~rows])
@@ -69,5 +70,5 @@ def test_rows_may_be_strided_and_channels_not(device: str) -> None:
     )
     with pytest.raises(ValueError, match="x: channels must be contiguous"):
         rmsnorm_slots(x.T.contiguous().T, weight, table, slots, 1e-5)
-    with pytest.raises(ValueError, match="residual: must be torch.float32"):
+    with pytest.raises(ValueError, match=r"residual: must be torch\.float32"):
         add_rmsnorm_slots(x, x[:3], weight, table, slots, 1e-5)
