@@ -3,7 +3,7 @@ BIN := .venv/bin
 # Further arguments: make quickstart ARGS="--task sums --seed 1", make test ARGS="tests/cli -x"
 ARGS ?=
 
-.PHONY: help setup quickstart test lint format types proto settings generated-check clean
+.PHONY: help setup quickstart test test-kernels lint format types proto settings generated-check clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -17,7 +17,12 @@ quickstart: setup  ## train a small real model through the whole service, in min
 # Two workers: the tests wait for processes to start as long as they compute. A file stays on one worker, whose engine it
 # shares. The whole run is faster, a single file is not: .venv/bin/pytest FILE.
 test: setup  ## run the tests that need neither a GPU nor minutes each
+	$(if $(ARGS),,@$(MAKE) --no-print-directory test-kernels)
 	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
+
+# On a GPU, where Triton is beside vLLM, `make test` runs them compiled.
+test-kernels: setup  ## run the Triton kernels on the CPU, operation by operation
+	TRITON_INTERPRET=1 PYTHONPATH=.venv/interpreter $(BIN)/pytest -n 2 tests/triton_kernels
 
 lint: setup  ## check style and formatting
 	$(BIN)/ruff check .

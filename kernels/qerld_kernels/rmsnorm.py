@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["rmsnorm", "rmsnorm_slots"]
+from qerld_kernels.jit import can_launch, jit, next_power_of_2, tl
+
+__all__ = ["add_rmsnorm_slots", "rmsnorm", "rmsnorm_slots", "rmsnorm_slots_reference"]
 
 
 def rmsnorm(
@@ -46,8 +48,33 @@ def rmsnorm_slots(
     vLLM's buffer is as long as the largest batch, and only its first T entries count.
     """
     _check_shapes(x, weight, noise_table, slots)
-    rows = noise_table.index_select(0, slots[: x.shape[0]].long() + 1)
-    return rmsnorm(x, weight, eps, rows, unit_offset=unit_offset)
+    if can_launch(x):
+        return _launch(x, None, weight, noise_table, slots, eps, unit_offset)[0]
+    return rmsnorm_slots_reference(x, weight, noise_table, slots, eps, unit_offset)
+
+
+@torch.library.custom_op("qerld::add_rmsnorm_slots", mutates_args=())
+def add_rmsnorm_slots(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    noise_table: torch.Tensor,
+    slots: torch.Tensor,
+    eps: float,
+    unit_offset: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rmsnorm_slots` of x + residual, and that sum, rounded to x's dtype before the norm sees it; both [T, d]."""
+    _check_shapes(x, weight, noise_table, slots)
+    if residual.shape != x.shape or residual.dtype != x.dtype:
+        raise ValueError(
+            f"residual: must be {x.dtype} {tuple(x.shape)} as x, got {residual.dtype} {tuple(residual.shape)}"
+        )
+    if can_launch(x):
+        y, total = _launch(x, residual, weight, noise_table, slots, eps, unit_offset)
+        assert total is not None
+        return y, total
+    total = x + residual
+    return rmsnorm_slots_reference(total, weight, noise_table, slots, eps, unit_offset), total
 
 
 @rmsnorm_slots.register_fake
@@ -60,6 +87,90 @@ def _(
     unit_offset: bool = False,
 ) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@add_rmsnorm_slots.register_fake
+def _(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    noise_table: torch.Tensor,
+    slots: torch.Tensor,
+    eps: float,
+    unit_offset: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    like = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return like, torch.empty_like(like)
+
+
+def rmsnorm_slots_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    noise_table: torch.Tensor,
+    slots: torch.Tensor,
+    eps: float,
+    unit_offset: bool = False,
+) -> torch.Tensor:
+    """The same in plain torch, several kernels a call."""
+    rows = noise_table.index_select(0, slots[: x.shape[0]].long() + 1)
+    return rmsnorm(x, weight, eps, rows, unit_offset=unit_offset)
+
+
+@jit
+def _kernel(
+    x_ptr, residual_ptr, weight_ptr, noise_ptr, slots_ptr, y_ptr, total_ptr,
+    x_stride, residual_stride, channels, eps,
+    UNIT_OFFSET: tl.constexpr, WITH_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One token a program. Its row stays in registers between the sum of squares and the product."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < channels
+    x = tl.load(x_ptr + token * x_stride + columns, mask=inside, other=0.0)
+    if WITH_RESIDUAL:
+        other = tl.load(residual_ptr + token * residual_stride + columns, mask=inside, other=0.0)
+        x = (x.to(tl.float32) + other.to(tl.float32)).to(x.dtype)
+        tl.store(total_ptr + token * channels + columns, x, mask=inside)
+    wide = x.to(tl.float32)
+    scale = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    slot = tl.load(slots_ptr + token) + 1
+    noisy = columns < tl.where(slot > 0, channels, 0)  # row 0 is zero: tokens without an adapter read nothing
+    scale += tl.load(noise_ptr + slot.to(tl.int64) * channels + columns, mask=noisy, other=0.0)
+    if UNIT_OFFSET:
+        scale += 1.0
+    inverse = tl.rsqrt(tl.sum(wide * wide, axis=0) / channels + eps)
+    tl.store(y_ptr + token * channels + columns, (wide * inverse * scale).to(x.dtype), mask=inside)
+
+
+def _launch(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    noise_table: torch.Tensor,
+    slots: torch.Tensor,
+    eps: float,
+    unit_offset: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rows of x and residual may be strided (a slice of a fused projection); channels may not."""
+    tokens, channels = x.shape
+    for name, tensor in (("x", x), ("residual", x if residual is None else residual)):
+        if tensor.stride(1) != 1:
+            raise ValueError(f"{name}: channels must be contiguous, got strides {tensor.stride()}")
+    for name, tensor in (("weight", weight), ("noise_table", noise_table), ("slots", slots)):
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name}: must be contiguous, got strides {tensor.stride()}")
+    y = torch.empty(tokens, channels, dtype=x.dtype, device=x.device)
+    total = None if residual is None else torch.empty_like(y)
+    if tokens:
+        block = next_power_of_2(channels)
+        other = x if residual is None else residual
+        _kernel[(tokens,)](
+            x, other, weight, noise_table, slots, y, y if total is None else total,
+            x.stride(0), other.stride(0), channels, eps,
+            UNIT_OFFSET=unit_offset, WITH_RESIDUAL=residual is not None, BLOCK=block,
+            num_warps=min(16, max(1, block // 512)),
+        )  # fmt: skip
+    return y, total
 
 
 def _check_shapes(x: torch.Tensor, weight: torch.Tensor, noise_table: torch.Tensor, slots: torch.Tensor) -> None:

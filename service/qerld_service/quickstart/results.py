@@ -68,6 +68,7 @@ class Series:
             "logprob_gap_max": self.largest("logprob_gap"),
             "behaviour_gap_mean": self.mean("behaviour_gap"),
             "behaviour_gap_max": self.largest("behaviour_gap"),
+            "trainer_peak_rss_bytes": self.largest("peak_rss_bytes"),
         }
 
 

@@ -1,0 +1,37 @@
+"""Triton where it is installed. Elsewhere kernels can be read, and launching one is an error.
+
+`TRITON_INTERPRET=1`, set before the first import, runs kernels on the CPU, operation by operation: for tests.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # the CPU build of vLLM comes without it
+    triton = tl = None
+
+__all__ = ["INTERPRETED", "can_launch", "jit", "next_power_of_2", "tl", "triton"]
+
+INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def jit(kernel: Callable[..., Any]) -> Any:
+    """`triton.jit`, or the plain function where there is no Triton."""
+    return kernel if triton is None else triton.jit(kernel)
+
+
+def can_launch(tensor: torch.Tensor) -> bool:
+    """Whether kernels run on the tensor's device; the torch references take over where they do not."""
+    return INTERPRETED or (triton is not None and tensor.is_cuda)
+
+
+def next_power_of_2(number: int) -> int:
+    """The least power of two ≥ number, for number ≥ 1."""
+    return 1 << (number - 1).bit_length()

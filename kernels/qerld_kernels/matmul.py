@@ -1,0 +1,231 @@
+"""Products with a packed NVFP4 weight: y = (x · W̃ᵀ) · g and dX = (dY · W̃) · g, with W̃ = e2m1 · e4m3.
+
+Three ways, chosen by the number of tokens M (`plan`):
+- fused, for small and middle M: a tile of W̃ is decoded into registers, where it is the left operand of the tensor
+  cores, and never written anywhere. The result is computed transposed, W̃ · xᵀ, since only the left operand may come
+  from registers. With few tokens K is split among programs (split-K), whose partial sums a second kernel adds.
+- dequantised, for large M and the backward: W̃ into a scratch, then the library's product.
+
+Decoding costs one multiplication a weight: the bits of an e2m1 number, moved into a bf16 (fp16) number, are that number
+times 2⁻¹²⁶ (2⁻¹⁴), and its block scale brings 2¹¹⁹ (2⁷) along. The tile is W̃ · 2⁻⁷, exact; the end multiplies by
+g · 2⁷.
+A byte holds two neighbours along K, so the tile of low nibbles meets the even columns of x and that of high nibbles the
+odd ones; x is taken apart once, by a kernel of its own.
+
+Legend: M tokens, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qerld_kernels.dequantize import dequantize_reference, dequantize_unscaled
+from qerld_kernels.jit import can_launch, jit, next_power_of_2, tl
+
+__all__ = ["Plan", "fused_product", "matmul", "matmul_backward", "matmul_reference", "plan"]
+
+BLOCK = 16
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Tile sizes of the fused kernel: tokens, outputs, inputs; into how many parts K is split; warps and stages."""
+
+    tokens: int
+    outputs: int
+    inputs: int
+    split: int
+    warps: int
+    stages: int
+
+
+def plan(tokens: int, outputs: int, inputs: int) -> Plan | None:
+    """Return how to compute a product of this size; None: dequantise."""
+    if tokens > 512:
+        return None
+    if tokens <= 32:
+        return Plan(max(16, next_power_of_2(tokens)), 64, 256, 4, 4, 4)
+    return Plan(64, 128, 128, 1, 4, 4)
+
+
+def matmul_reference(x: Tensor, packed: Tensor, scale: Tensor, global_scale: float) -> Tensor:
+    """y [M, N] in plain torch, in fp32 until the one rounding."""
+    weight = dequantize_reference(packed, scale, dtype=torch.float32)
+    return ((x.float() @ weight.T) * global_scale).to(x.dtype)
+
+
+@torch.library.custom_op("qerld::nvfp4_matmul", mutates_args=())
+def matmul(x: Tensor, packed: Tensor, scale: Tensor, global_scale: float) -> Tensor:
+    """Return y [M, N] of x [M, K] bf16 or fp16, packed uint8 [N, K / 2] and scale e4m3 [N, K / 16].
+
+    One opaque op: the way is chosen when it runs, so a captured CUDA graph keeps the one for its M.
+
+    Raises:
+        ValueError: a shape, dtype or layout does not fit.
+    """
+    _check(x, packed, scale, packed.shape[1] * 2)
+    chosen = plan(x.shape[0], packed.shape[0], x.shape[1])
+    if chosen is None or not can_launch(x):
+        return _scaled_product(x, dequantize_unscaled(packed, scale, dtype=x.dtype).T, global_scale)
+    return fused_product(x, packed, scale, global_scale, chosen)
+
+
+@torch.library.custom_op("qerld::nvfp4_matmul_backward", mutates_args=())
+def matmul_backward(grad: Tensor, packed: Tensor, scale: Tensor, global_scale: float) -> Tensor:
+    """dX [M, K] of dY [M, N], from the same bytes. Raises as `matmul`."""
+    _check(grad, packed, scale, packed.shape[0])
+    return _scaled_product(grad, dequantize_unscaled(packed, scale, dtype=grad.dtype), global_scale)
+
+
+@matmul.register_fake
+def _(x: Tensor, packed: Tensor, scale: Tensor, global_scale: float) -> Tensor:
+    return x.new_empty(x.shape[0], packed.shape[0])
+
+
+@matmul_backward.register_fake
+def _(grad: Tensor, packed: Tensor, scale: Tensor, global_scale: float) -> Tensor:
+    return grad.new_empty(grad.shape[0], packed.shape[1] * 2)
+
+
+def _keep_weight(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, float], output: Tensor) -> None:
+    _, ctx.packed, ctx.scale, ctx.global_scale = inputs  # not saved_tensors: the bytes of a frozen layer do not change
+
+
+def _to_input(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    return matmul_backward(grad.contiguous(), ctx.packed, ctx.scale, ctx.global_scale), None, None, None
+
+
+matmul.register_autograd(_to_input, setup_context=_keep_weight)
+
+
+def _scaled_product(x: Tensor, weight: Tensor, global_scale: float) -> Tensor:
+    """The library multiplies by g in fp32 before it rounds."""
+    return torch.addmm(x.new_empty(1), x, weight, beta=0, alpha=global_scale)
+
+
+def fused_product(x: Tensor, packed: Tensor, scale: Tensor, global_scale: float, chosen: Plan) -> Tensor:
+    """y by the fused kernel."""
+    (tokens, inputs), outputs = x.shape, packed.shape[0]
+    y = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
+    if tokens == 0:
+        return y
+    halves = torch.empty(2, tokens, inputs // 2, dtype=x.dtype, device=x.device)
+    _take_apart[(tokens, -(-inputs // 2048))](x, halves, x.stride(0), tokens, inputs // 2, HALF=1024, num_warps=4)
+    partial = (
+        y if chosen.split == 1 else torch.empty(chosen.split, tokens, outputs, dtype=torch.float32, device=x.device)
+    )
+    grid = (-(-outputs // chosen.outputs), -(-tokens // chosen.tokens), chosen.split)
+    _fused_kernel[grid](
+        halves, packed, scale.view(torch.uint8), 128.0 * global_scale, partial, tokens, outputs, inputs // 2,
+        BF16=x.dtype == torch.bfloat16, SPLIT=chosen.split,
+        BM=chosen.tokens, BN=chosen.outputs, HALF=chosen.inputs // 2, num_warps=chosen.warps, num_stages=chosen.stages,
+    )  # fmt: skip
+    if chosen.split > 1:
+        count = tokens * outputs
+        _add_parts[(-(-count // 1024),)](
+            partial, y, 128.0 * global_scale, count, SPLIT=chosen.split, BLOCK=1024, num_warps=4
+        )
+    return y
+
+
+def _check(x: Tensor, packed: Tensor, scale: Tensor, columns: int) -> None:
+    if packed.dtype != torch.uint8 or packed.ndim != 2 or packed.shape[1] * 2 % BLOCK:
+        raise ValueError(
+            f"packed: must be uint8 [N, K / 2] with K a multiple of {BLOCK}, got {packed.dtype} {tuple(packed.shape)}"
+        )
+    outputs, inputs = packed.shape[0], packed.shape[1] * 2
+    if x.ndim != 2 or x.dtype not in (torch.bfloat16, torch.float16) or x.shape[1] != columns or x.stride(1) != 1:
+        raise ValueError(
+            f"x: must be bf16 or fp16 [M, {columns}] with contiguous rows, "
+            f"got {x.dtype} {tuple(x.shape)}, strides {x.stride()}"
+        )
+    if scale.dtype != torch.float8_e4m3fn or scale.shape != (outputs, inputs // BLOCK):
+        raise ValueError(f"scale: must be e4m3 [{outputs}, {inputs // BLOCK}], got {scale.dtype} {tuple(scale.shape)}")
+    for name, tensor in (("packed", packed), ("scale", scale)):
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name}: must be contiguous, got strides {tensor.stride()}; call contiguous()")
+
+
+@jit
+def _take_apart(x_ptr, halves_ptr, stride, tokens, half, HALF: tl.constexpr):
+    """Even and odd columns of x [M, K] → [2, M, K / 2]."""
+    token = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * HALF
+    columns = 2 * first + tl.arange(0, 2 * HALF)
+    row = tl.load(x_ptr + token * stride + columns, mask=columns < 2 * half, other=0.0)
+    even, odd = tl.split(row.reshape(HALF, 2))
+    places = first + tl.arange(0, HALF)
+    target = halves_ptr + token * half + places
+    tl.store(target, even, mask=places < half)
+    tl.store(target + tl.cast(tokens, tl.int64) * half, odd, mask=places < half)
+
+
+@jit
+def _fused_kernel(
+    halves_ptr, packed_ptr, scale_ptr, factor, out_ptr, tokens, outputs, half,
+    BF16: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """One tile [BN, BM] of W̃ · xᵀ, over one part of K."""
+    rows = tl.program_id(0) * BN + tl.arange(0, BN)
+    columns = tl.program_id(1) * BM + tl.arange(0, BM)
+    part = tl.program_id(2)
+    # Beyond the edge the last row is read again; its results are not stored.
+    row_at = tl.minimum(rows, outputs - 1).to(tl.int64)[:, None]
+    column_at = tl.minimum(columns, tokens - 1).to(tl.int64)[None, :]
+    steps = tl.cdiv(half, HALF)
+    own = tl.cdiv(steps, SPLIT)
+    total = tl.zeros([BN, BM], tl.float32)
+    for step in range(part * own, tl.minimum(part * own + own, steps)):
+        places = step * HALF + tl.arange(0, HALF)
+        blocks = step * (HALF // 8) + tl.arange(0, HALF // 8)
+        inside = places < half
+        byte = tl.load(packed_ptr + row_at * half + places[None, :], mask=inside[None, :], other=0)
+        code = tl.load(scale_ptr + row_at * (half // 8) + blocks[None, :], mask=(blocks < half // 8)[None, :], other=0)
+        scale = _scaled_up(code, BF16)
+        scale = tl.broadcast_to(scale[:, :, None], BN, HALF // 8, 8).reshape(BN, HALF)
+        x_at = halves_ptr + column_at * half + places[:, None]
+        even = tl.load(x_at, mask=inside[:, None], other=0.0)
+        odd = tl.load(x_at + tl.cast(tokens, tl.int64) * half, mask=inside[:, None], other=0.0)
+        total = tl.dot(_scaled_down(byte & 15, BF16) * scale, even, total)
+        total = tl.dot(_scaled_down(byte >> 4, BF16) * scale, odd, total)
+    target = columns.to(tl.int64)[None, :] * outputs + rows[:, None]
+    inside_out = (rows[:, None] < outputs) & (columns[None, :] < tokens)
+    if SPLIT == 1:
+        tl.store(out_ptr + target, (total * factor).to(out_ptr.dtype.element_ty), mask=inside_out)
+    else:
+        tl.store(out_ptr + part.to(tl.int64) * tokens * outputs + target, total, mask=inside_out)
+
+
+@jit
+def _scaled_down(code, BF16: tl.constexpr):
+    """e2m1 · 2⁻¹²⁶ in bf16, or · 2⁻¹⁴ in fp16, of 4-bit codes in uint8."""
+    wide = code.to(tl.uint16)
+    if BF16:
+        return ((wide & 8) << 12 | (wide & 7) << 6).to(tl.bfloat16, bitcast=True)
+    else:  # noqa: RET505 - Triton compiles what follows a return too
+        return ((wide & 8) << 12 | (wide & 7) << 9).to(tl.float16, bitcast=True)
+
+
+@jit
+def _scaled_up(code, BF16: tl.constexpr):
+    """e4m3 · 2¹¹⁹ in bf16, or · 2⁷ in fp16, of non-negative codes in uint8 that are 0 or ≥ 2⁻⁶."""
+    wide = code.to(tl.uint16)
+    if BF16:
+        return tl.where(wide == 0, 0, (wide << 4) + ((127 - 7 + 119) << 7)).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:  # noqa: RET505 - see above
+        return tl.where(wide == 0, 0, (wide << 7) + ((15 - 7 + 7) << 10)).to(tl.uint16).to(tl.float16, bitcast=True)
+
+
+@jit
+def _add_parts(partial_ptr, y_ptr, factor, count, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
+    """y = g · 2⁷ · Σ of the parts, in order."""
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < count
+    total = tl.zeros([BLOCK], tl.float32)
+    for part in tl.static_range(SPLIT):
+        total += tl.load(partial_ptr + part * count + places, mask=inside, other=0.0)
+    tl.store(y_ptr + places, (total * factor).to(y_ptr.dtype.element_ty), mask=inside)
