@@ -17,7 +17,7 @@ try:
 except ImportError:  # the CPU build of vLLM comes without it
     triton = tl = None
 
-__all__ = ["INTERPRETED", "can_launch", "jit", "next_power_of_2", "tl", "triton"]
+__all__ = ["INTERPRETED", "can_launch", "constant", "jit", "next_power_of_2", "tl", "triton"]
 
 INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -25,6 +25,11 @@ INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
 def jit(kernel: Callable[..., Any]) -> Any:
     """`triton.jit`, or the plain function where there is no Triton."""
     return kernel if triton is None else triton.jit(kernel)
+
+
+def constant(value: Any) -> Any:
+    """A global that kernels may read."""
+    return value if triton is None else tl.constexpr(value)
 
 
 def can_launch(tensor: torch.Tensor) -> bool:

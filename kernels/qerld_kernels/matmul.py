@@ -1,16 +1,17 @@
 """Products with a packed NVFP4 weight: y = (x · W̃ᵀ) · g and dX = (dY · W̃) · g, with W̃ = e2m1 · e4m3.
 
-Three ways, chosen by the number of tokens M (`plan`):
+Two ways, chosen by the number of tokens M (`plan`):
 - fused, for small and middle M: a tile of W̃ is decoded into registers, where it is the left operand of the tensor
   cores, and never written anywhere. The result is computed transposed, W̃ · xᵀ, since only the left operand may come
   from registers. With few tokens K is split among programs (split-K), whose partial sums a second kernel adds.
 - dequantised, for large M and the backward: W̃ into a scratch, then the library's product.
 
-Decoding costs one multiplication a weight: the bits of an e2m1 number, moved into a bf16 (fp16) number, are that number
-times 2⁻¹²⁶ (2⁻¹⁴), and its block scale brings 2¹¹⁹ (2⁷) along. The tile is W̃ · 2⁻⁷, exact; the end multiplies by
-g · 2⁷.
-A byte holds two neighbours along K, so the tile of low nibbles meets the even columns of x and that of high nibbles the
-odd ones; x is taken apart once, by a kernel of its own.
+The bytes are read as 16-bit words of four weights. A word's top nibble s·eem becomes a number of x's format by moving
+its magnitude bits to where exponent and mantissa meet: in bf16 (fp16) that is e2m1 · 2⁻¹²⁶ (2⁻¹⁴), subnormals included,
+and the block scale brings 2¹¹⁹ (2⁷) along. The tile is W̃ · 2⁻⁷, exact; the end multiplies by g · 2⁷. Shifts bring the
+other nibbles to the top. Two words fill a register, so two weights cost four instructions and a product. Word by word
+the weights k ≡ 0, 1, 2, 3 (mod 4) form a tile each, which meets the same columns of x: x is taken apart once, by a
+kernel of its own.
 
 Legend: M tokens, K inputs, N outputs.
 """
@@ -24,11 +25,12 @@ import torch
 from torch import Tensor
 
 from qerld_kernels.dequantize import dequantize_reference, dequantize_unscaled
-from qerld_kernels.jit import can_launch, jit, next_power_of_2, tl
+from qerld_kernels.jit import INTERPRETED, can_launch, constant, jit, next_power_of_2, tl
 
 __all__ = ["Plan", "fused_product", "matmul", "matmul_backward", "matmul_reference", "plan"]
 
 BLOCK = 16
+WORD = 4  # weights of a 16-bit word
 
 
 @dataclass(frozen=True)
@@ -113,22 +115,22 @@ def fused_product(x: Tensor, packed: Tensor, scale: Tensor, global_scale: float,
     y = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
     if tokens == 0:
         return y
-    halves = torch.empty(2, tokens, inputs // 2, dtype=x.dtype, device=x.device)
-    _take_apart[(tokens, -(-inputs // 2048))](x, halves, x.stride(0), tokens, inputs // 2, HALF=1024, num_warps=4)
+    words, factor = inputs // WORD, global_scale * 2**7
+    quarters = torch.empty(WORD, tokens, words, dtype=x.dtype, device=x.device)
+    _take_apart[(tokens, -(-words // 512))](x, quarters, x.stride(0), tokens, words, WORDS=512, num_warps=4)
     partial = (
         y if chosen.split == 1 else torch.empty(chosen.split, tokens, outputs, dtype=torch.float32, device=x.device)
     )
     grid = (-(-outputs // chosen.outputs), -(-tokens // chosen.tokens), chosen.split)
     _fused_kernel[grid](
-        halves, packed, scale.view(torch.uint8), 128.0 * global_scale, partial, tokens, outputs, inputs // 2,
-        BF16=x.dtype == torch.bfloat16, SPLIT=chosen.split,
-        BM=chosen.tokens, BN=chosen.outputs, HALF=chosen.inputs // 2, num_warps=chosen.warps, num_stages=chosen.stages,
+        quarters, packed.view(torch.uint16), scale.view(torch.uint8), factor, partial, tokens, outputs, words,
+        BF16=x.dtype == torch.bfloat16, INTERPRETED=INTERPRETED, SPLIT=chosen.split,
+        BM=chosen.tokens, BN=chosen.outputs, WORDS=chosen.inputs // WORD,
+        num_warps=chosen.warps, num_stages=chosen.stages,
     )  # fmt: skip
     if chosen.split > 1:
         count = tokens * outputs
-        _add_parts[(-(-count // 1024),)](
-            partial, y, 128.0 * global_scale, count, SPLIT=chosen.split, BLOCK=1024, num_warps=4
-        )
+        _add_parts[(-(-count // 1024),)](partial, y, factor, count, SPLIT=chosen.split, BLOCK=1024, num_warps=4)
     return y
 
 
@@ -151,23 +153,22 @@ def _check(x: Tensor, packed: Tensor, scale: Tensor, columns: int) -> None:
 
 
 @jit
-def _take_apart(x_ptr, halves_ptr, stride, tokens, half, HALF: tl.constexpr):
-    """Even and odd columns of x [M, K] → [2, M, K / 2]."""
+def _take_apart(x_ptr, quarters_ptr, stride, tokens, words, WORDS: tl.constexpr):
+    """Columns 0, 1, 2, 3 (mod 4) of x [M, K] → [4, M, K / 4]."""
     token = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * HALF
-    columns = 2 * first + tl.arange(0, 2 * HALF)
-    row = tl.load(x_ptr + token * stride + columns, mask=columns < 2 * half, other=0.0)
-    even, odd = tl.split(row.reshape(HALF, 2))
-    places = first + tl.arange(0, HALF)
-    target = halves_ptr + token * half + places
-    tl.store(target, even, mask=places < half)
-    tl.store(target + tl.cast(tokens, tl.int64) * half, odd, mask=places < half)
+    places = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    inside = places < words
+    for column in tl.static_range(4):
+        values = tl.load(x_ptr + token * stride + 4 * places + column, mask=inside, other=0.0)
+        row = column * tl.cast(tokens, tl.int64) + token
+        tl.store(quarters_ptr + row * words + places, values, mask=inside)
 
 
 @jit
 def _fused_kernel(
-    halves_ptr, packed_ptr, scale_ptr, factor, out_ptr, tokens, outputs, half,
-    BF16: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, HALF: tl.constexpr,
+    x_ptr, packed_ptr, scale_ptr, factor, out_ptr, tokens, outputs, words,
+    BF16: tl.constexpr, INTERPRETED: tl.constexpr, SPLIT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """One tile [BN, BM] of W̃ · xᵀ, over one part of K."""
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -176,22 +177,28 @@ def _fused_kernel(
     # Beyond the edge the last row is read again; its results are not stored.
     row_at = tl.minimum(rows, outputs - 1).to(tl.int64)[:, None]
     column_at = tl.minimum(columns, tokens - 1).to(tl.int64)[None, :]
-    steps = tl.cdiv(half, HALF)
+    plane = tl.cast(tokens, tl.int64) * words
+    steps = tl.cdiv(words, WORDS)
     own = tl.cdiv(steps, SPLIT)
     total = tl.zeros([BN, BM], tl.float32)
     for step in range(part * own, tl.minimum(part * own + own, steps)):
-        places = step * HALF + tl.arange(0, HALF)
-        blocks = step * (HALF // 8) + tl.arange(0, HALF // 8)
-        inside = places < half
-        byte = tl.load(packed_ptr + row_at * half + places[None, :], mask=inside[None, :], other=0)
-        code = tl.load(scale_ptr + row_at * (half // 8) + blocks[None, :], mask=(blocks < half // 8)[None, :], other=0)
-        scale = _scaled_up(code, BF16)
-        scale = tl.broadcast_to(scale[:, :, None], BN, HALF // 8, 8).reshape(BN, HALF)
-        x_at = halves_ptr + column_at * half + places[:, None]
-        even = tl.load(x_at, mask=inside[:, None], other=0.0)
-        odd = tl.load(x_at + tl.cast(tokens, tl.int64) * half, mask=inside[:, None], other=0.0)
-        total = tl.dot(_scaled_down(byte & 15, BF16) * scale, even, total)
-        total = tl.dot(_scaled_down(byte >> 4, BF16) * scale, odd, total)
+        places = step * WORDS + tl.arange(0, WORDS)
+        blocks = step * (WORDS // 4) + tl.arange(0, WORDS // 4)
+        inside = places < words
+        full = blocks < words // 4
+        word = tl.load(packed_ptr + row_at * words + places[None, :], mask=inside[None, :], other=0)
+        code = tl.load(scale_ptr + row_at * (words // 4) + blocks[None, :], mask=full[None, :], other=0)
+        scale = tl.broadcast_to(_scaled_up(code, BF16)[:, :, None], BN, WORDS // 4, 4).reshape(BN, WORDS)
+        x_at = x_ptr + column_at * words + places[:, None]
+        if INTERPRETED:
+            w0, w1 = _nibble(word, 12, BF16), _nibble(word, 8, BF16)
+            w2, w3 = _nibble(word, 4, BF16), _nibble(word, 0, BF16)
+        else:
+            w0, w1, w2, w3 = _nibbles(word, BF16)
+        total = tl.dot(w0 * scale, tl.load(x_at, mask=inside[:, None], other=0.0), total)
+        total = tl.dot(w1 * scale, tl.load(x_at + plane, mask=inside[:, None], other=0.0), total)
+        total = tl.dot(w2 * scale, tl.load(x_at + 2 * plane, mask=inside[:, None], other=0.0), total)
+        total = tl.dot(w3 * scale, tl.load(x_at + 3 * plane, mask=inside[:, None], other=0.0), total)
     target = columns.to(tl.int64)[None, :] * outputs + rows[:, None]
     inside_out = (rows[:, None] < outputs) & (columns[None, :] < tokens)
     if SPLIT == 1:
@@ -201,13 +208,38 @@ def _fused_kernel(
 
 
 @jit
-def _scaled_down(code, BF16: tl.constexpr):
-    """e2m1 · 2⁻¹²⁶ in bf16, or · 2⁻¹⁴ in fp16, of 4-bit codes in uint8."""
-    wide = code.to(tl.uint16)
+def _nibble(word, shift: tl.constexpr, BF16: tl.constexpr):
+    """e2m1 · 2⁻¹²⁶ in bf16, or · 2⁻¹⁴ in fp16, of the nibble that a left shift brings to the top of a uint16 word."""
+    top = word << shift
+    bits = (top & 0x8000) | ((top & 0x7000) >> (6 if BF16 else 3))
+    return bits.to(tl.uint16).to(tl.bfloat16 if BF16 else tl.float16, bitcast=True)
+
+
+def _assembly(down: int) -> str:
+    """PTX: two words in $4, their nibbles from the lowest in $0 to $3; magnitudes move `down` bits."""
+    lines = []
+    for out in range(4):
+        lines.append(f"shl.b32 t, $4, {12 - 4 * out}; and.b32 m, t, 0x70007000; shr.u32 m, m, {down};")
+        lines.append(f"lop3.b32 ${out}, t, 0x80008000, m, 0xEA;")  # (t & 0x80008000) | m
+    return "{ .reg .b32 t, m; " + " ".join(lines) + " }"
+
+
+_BF16_NIBBLES, _FP16_NIBBLES = constant(_assembly(6)), constant(_assembly(3))
+
+
+@jit
+def _nibbles(words, BF16: tl.constexpr):
+    """The four `_nibble` of uint16 words, two words a register, which Triton's own operators do one by one."""
     if BF16:
-        return ((wide & 8) << 12 | (wide & 7) << 6).to(tl.bfloat16, bitcast=True)
+        return tl.inline_asm_elementwise(
+            _BF16_NIBBLES, "=r,=r,=r,=r,r", [words],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
     else:  # noqa: RET505 - Triton compiles what follows a return too
-        return ((wide & 8) << 12 | (wide & 7) << 9).to(tl.float16, bitcast=True)
+        return tl.inline_asm_elementwise(
+            _FP16_NIBBLES, "=r,=r,=r,=r,r", [words],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
 
 
 @jit

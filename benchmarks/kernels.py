@@ -1,0 +1,349 @@
+"""Our kernels beside the libraries', on the shapes of Qwen2.5: microseconds, and shares of what the machine can do.
+
+    python benchmarks/kernels.py --out result.json [--only matmul,dequantize,norm,head] [--models 7B] [--tokens 1,8,64]
+    python benchmarks/kernels.py --out tuned.json --only tune   # every plan of the fused product; compiles for minutes
+
+Beside ours: cuBLAS in bf16, Marlin and vLLM's norms (vLLM), NF4 (bitsandbytes), fused cross-entropy (Liger), each where
+it is installed and there is a GPU. Floors: bytes over the copy bandwidth and operations over the product rate that the
+same run measures. Random weights. Runs on the CPU too with `--models tiny`, to try the script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_timing import copies, microseconds
+from qerld_kernels.dequantize import dequantize_unscaled
+from qerld_kernels.jit import can_launch
+from qerld_kernels.linear_logprob import Head, pair_logprobs
+from qerld_kernels.matmul import Plan, fused_product, matmul, matmul_backward, matmul_reference
+from qerld_kernels.rmsnorm import add_rmsnorm_slots, rmsnorm_slots
+from torch import Tensor
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16
+# (outputs, inputs) of the linear layers as vLLM fuses them, and the vocabulary.
+MODELS: dict[str, dict[str, tuple[int, int]]] = {
+    "tiny": {"gate_up": (256, 64), "down": (64, 128)},
+    "7B": {"gate_up": (37888, 3584), "down": (3584, 18944), "qkv": (4608, 3584), "o": (3584, 3584)},
+    "14B": {"gate_up": (27648, 5120), "down": (5120, 13824), "qkv": (7168, 5120), "o": (5120, 5120)},
+    "32B": {"gate_up": (55296, 5120), "down": (5120, 27648), "qkv": (7168, 5120), "o": (5120, 5120)},
+}
+VOCABULARY = {"tiny": 512, "7B": 152064, "14B": 152064, "32B": 152064}
+TOKENS = [1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 16384]
+TUNED = [16, 32, 64, 128, 256, 512]
+
+
+@dataclass
+class Weight:
+    """An NVFP4 weight of random bytes within the format's rules."""
+
+    packed: Tensor
+    scale: Tensor
+    global_scale: float
+
+    @staticmethod
+    def random(outputs: int, inputs: int) -> Weight:
+        codes = torch.randint(0x20, 0x60, (outputs, inputs // 16), dtype=torch.uint8, device=DEVICE)
+        packed = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8, device=DEVICE)
+        return Weight(packed, codes.view(torch.float8_e4m3fn), 1e-3)
+
+    @property
+    def bytes(self) -> int:
+        return self.packed.numel() + self.scale.numel()
+
+
+def machine_limits() -> dict[str, float]:
+    """Bytes a second of a copy (read and written), and operations a second of a large bf16 product."""
+    size = 1 << (30 if DEVICE == "cuda" else 20)
+    source, target = (torch.empty(size, dtype=torch.uint8, device=DEVICE) for _ in range(2))
+    bandwidth = 2 * size / (1e-6 * microseconds([lambda: target.copy_(source)]))
+    side = 8192 if DEVICE == "cuda" else 256
+    left, right = (torch.randn(side, side, dtype=DTYPE, device=DEVICE) for _ in range(2))
+    rate = 2 * side**3 / (1e-6 * microseconds([lambda: left @ right]))
+    return {"copy_bytes_per_s": bandwidth, "product_flops": rate}
+
+
+def dequantize_rows(models: list[str], limits: dict[str, float]) -> Iterator[dict[str, Any]]:
+    """Packed to bf16: share of the copy bandwidth."""
+    for model, (layer, (outputs, inputs)) in layers(models):
+        weights = [Weight.random(outputs, inputs) for _ in range(copies(outputs * inputs * 5 // 2))]
+        out = torch.empty(outputs, inputs, dtype=DTYPE, device=DEVICE)
+        took = microseconds([lambda w=w: dequantize_unscaled(w.packed, w.scale, out=out) for w in weights])
+        moved = weights[0].bytes + 2 * outputs * inputs
+        yield {
+            "model": model,
+            "layer": layer,
+            "us": took,
+            "share_of_copy_bandwidth": moved / (1e-6 * took) / limits["copy_bytes_per_s"],
+        }
+
+
+def matmul_rows(models: list[str], tokens: list[int], limits: dict[str, float]) -> Iterator[dict[str, Any]]:
+    """Forward and backward for each M."""
+    for model, (layer, (outputs, inputs)) in layers(models):
+        weights = [Weight.random(outputs, inputs) for _ in range(copies(outputs * inputs // 2))]
+        plain = [torch.randn(outputs, inputs, dtype=DTYPE, device=DEVICE) for _ in range(copies(2 * outputs * inputs))]
+        others = {"marlin": marlin_calls(weights, inputs), "nf4": nf4_calls(plain)}
+        for count in tokens:
+            x = torch.randn(count, inputs, dtype=DTYPE, device=DEVICE)
+            grad = torch.randn(count, outputs, dtype=DTYPE, device=DEVICE)
+            floor = max(
+                (weights[0].bytes + 2 * count * (inputs + outputs)) / limits["copy_bytes_per_s"],
+                2 * count * inputs * outputs / limits["product_flops"],
+            )
+            row: dict[str, Any] = {"model": model, "layer": layer, "tokens": count, "floor_us": 1e6 * floor}
+            row["bf16_us"] = microseconds([lambda w=w: x @ w.T for w in plain])
+            row["ours_us"] = microseconds([lambda w=w: matmul(x, w.packed, w.scale, w.global_scale) for w in weights])
+            row["bf16_backward_us"] = microseconds([lambda w=w: grad @ w for w in plain])
+            row["ours_backward_us"] = microseconds(
+                [lambda w=w: matmul_backward(grad, w.packed, w.scale, w.global_scale) for w in weights]
+            )
+            for name, calls in others.items():
+                if calls is not None:
+                    row[f"{name}_us"] = microseconds([lambda call=call: call(x) for call in calls])
+            wanted = matmul_reference(x[:64], weights[0].packed, weights[0].scale, weights[0].global_scale)
+            found = matmul(x, weights[0].packed, weights[0].scale, weights[0].global_scale)[:64]
+            row["largest_difference"] = float((found - wanted).abs().max() / wanted.abs().max())
+            yield row
+
+
+def marlin_calls(weights: list[Weight], inputs: int) -> list[Callable[[Tensor], Tensor]] | None:
+    """vLLM's product, on its own layout of random bytes."""
+    if DEVICE == "cpu":
+        return None
+    try:
+        from vllm.model_executor.layers.quantization.utils.marlin_utils_fp4 import (
+            apply_fp4_marlin_linear,
+            prepare_fp4_layer_for_marlin,
+        )
+    except ImportError:
+        return None
+
+    def call(weight: Weight) -> Callable[[Tensor], Tensor]:
+        layer = torch.nn.Module()
+        layer.output_size_per_partition, layer.input_size_per_partition = weight.packed.shape[0], inputs
+        layer.params_dtype = DTYPE
+        layer.weight = torch.nn.Parameter(weight.packed, requires_grad=False)
+        layer.weight_scale = torch.nn.Parameter(weight.scale, requires_grad=False)
+        layer.weight_global_scale = torch.nn.Parameter(torch.tensor(weight.global_scale, device=DEVICE), False)
+        prepare_fp4_layer_for_marlin(layer)
+        return lambda x: apply_fp4_marlin_linear(
+            x,
+            layer.weight,
+            layer.weight_scale,
+            layer.weight_global_scale,
+            layer.workspace,
+            weight.packed.shape[0],
+            inputs,
+        )
+
+    return [call(weight) for weight in weights]
+
+
+def nf4_calls(plain: list[Tensor]) -> list[Callable[[Tensor], Tensor]] | None:
+    """bitsandbytes' product: its own kernel for one token, else dequantised."""
+    if DEVICE == "cpu":
+        return None
+    try:
+        import bitsandbytes as bnb
+    except ImportError:
+        return None
+
+    def call(weight: Tensor) -> Callable[[Tensor], Tensor]:
+        packed, state = bnb.functional.quantize_4bit(weight, quant_type="nf4")
+        return lambda x: bnb.matmul_4bit(x, packed.t(), state)
+
+    return [call(weight) for weight in plain]
+
+
+def norm_rows(models: list[str], tokens: list[int]) -> Iterator[dict[str, Any]]:
+    """Norms with slot noise beside vLLM's, alone and with the residual added."""
+    try:
+        from vllm import _custom_ops as vllm_ops
+    except ImportError:
+        vllm_ops = None
+    vllm_ops = vllm_ops if DEVICE == "cuda" else None
+    for model, count in product(models, tokens):
+        channels = MODELS[model]["gate_up"][1]
+        weight = torch.rand(channels, dtype=DTYPE, device=DEVICE)
+        table = 0.01 * torch.randn(5, channels, device=DEVICE)
+        slots = torch.randint(-1, 4, (count,), device=DEVICE)
+        inputs = [
+            torch.randn(2, count, channels, dtype=DTYPE, device=DEVICE).unbind()
+            for _ in range(copies(4 * count * channels))
+        ]
+        row: dict[str, Any] = {"model": model, "tokens": count}
+        row["ours_us"] = microseconds([lambda x=x: rmsnorm_slots(x, weight, table, slots, 1e-6) for x, _ in inputs])
+        row["ours_add_us"] = microseconds(
+            [lambda x=x, r=r: add_rmsnorm_slots(x, r, weight, table, slots, 1e-6) for x, r in inputs]
+        )
+        if vllm_ops is not None:
+            out = torch.empty_like(inputs[0][0])
+            row["vllm_us"] = microseconds([lambda x=x: vllm_ops.rms_norm(out, x, weight, 1e-6) for x, _ in inputs])
+            row["vllm_add_us"] = microseconds(
+                [lambda x=x, r=r: vllm_ops.fused_add_rms_norm(x, r, weight, 1e-6) for x, r in inputs]
+            )
+        yield row
+
+
+def head_rows(models: list[str], tokens: list[int]) -> Iterator[dict[str, Any]]:
+    """Log-probability, entropy and gradient of hidden states: time and extra memory."""
+    try:
+        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as Liger
+    except ImportError:
+        Liger = None
+    Liger = Liger if DEVICE == "cuda" else None
+    for model, count in product(models, tokens):
+        channels, vocabulary = MODELS[model]["gate_up"][1], VOCABULARY[model]
+        weight = 0.02 * torch.randn(vocabulary, channels, dtype=DTYPE, device=DEVICE)
+        hidden = torch.randn(count, channels, dtype=DTYPE, device=DEVICE, requires_grad=True)
+        targets = torch.randint(0, vocabulary, (count,), device=DEVICE)
+        rows = torch.arange(count, device=DEVICE)
+
+        def ours(
+            hidden: Tensor = hidden, weight: Tensor = weight, rows: Tensor = rows, targets: Tensor = targets
+        ) -> None:
+            logprobs, _ = pair_logprobs(hidden, Head(weight), rows, targets)
+            torch.autograd.grad(logprobs.sum(), hidden)
+
+        def chunked(hidden: Tensor = hidden, weight: Tensor = weight, targets: Tensor = targets) -> None:
+            """torch's operators over chunks of rows, with the entropy."""
+            for start in range(0, len(hidden), 512):
+                logits = (hidden[start : start + 512] @ weight.T).float()
+                table = logits.log_softmax(-1)
+                (table.exp().detach() * table.detach()).sum(-1)
+                torch.autograd.grad(table.gather(1, targets[start : start + 512, None]).sum(), hidden)
+
+        def liger(hidden: Tensor = hidden, weight: Tensor = weight, targets: Tensor = targets) -> None:
+            loss = Liger.apply(hidden, weight, targets, None, None, -100, 0.0, 0.0, "sum")
+            torch.autograd.grad(loss[0] if isinstance(loss, tuple) else loss, hidden)
+
+        row: dict[str, Any] = {"model": model, "tokens": count}
+        for name, call in (("ours", ours), ("torch_chunked", chunked), ("liger", liger if Liger else None)):
+            if call is not None:
+                row |= {f"{name}_us": eager(call), f"{name}_extra_bytes": extra_memory(call)}
+        yield row
+
+
+def eager(call: Callable[[], None], repeats: int = 7) -> float:
+    """Median microseconds without a graph: these wait for the device in between."""
+    taken = []
+    for _ in range(1 + repeats):
+        if DEVICE == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            call()
+            end.record()
+            end.synchronize()
+            taken.append(1e3 * begin.elapsed_time(end))
+        else:
+            taken.append(microseconds([call]))
+    return sorted(taken[1:])[repeats // 2]
+
+
+def extra_memory(call: Callable[[], None]) -> int:
+    """Bytes that the device's peak rises by."""
+    if DEVICE == "cpu":
+        return 0
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def plans(tokens: int) -> list[Plan]:
+    """Plans worth trying for this many tokens."""
+    tiles = [t for t in (16, 32, 64, 128, 256) if t <= max(16, 1 << (tokens - 1).bit_length())][-2:]
+    found = []
+    for tile, outputs, inputs, split, (warps, stages) in product(
+        tiles, (64, 128, 256), (128, 256), (1, 2, 4, 8), ((4, 3), (4, 4), (8, 3), (8, 4))
+    ):
+        registers = tile * outputs // (32 * warps)  # of the sum alone
+        shared = stages * inputs * (outputs // 2 + 2 * tile)
+        crowded = registers > 160 or shared > 220_000 or (outputs < 128 and warps == 8)
+        if not crowded and (split == 1 or tokens <= 128):
+            found.append(Plan(tile, outputs, inputs, split, warps, stages))
+    return found
+
+
+def compile_plan(chosen: Plan) -> None:
+    """In a process of its own: fills Triton's cache."""
+    weight = Weight.random(chosen.outputs, 16 * chosen.inputs)
+    x = torch.randn(chosen.tokens, 16 * chosen.inputs, dtype=DTYPE, device=DEVICE)
+    fused_product(x, weight.packed, weight.scale, 1.0, chosen)
+
+
+def tune_rows(models: list[str], processes: int) -> Iterator[dict[str, Any]]:
+    """The three fastest plans for each layer and M."""
+    every = sorted({plan for tokens in TUNED for plan in plans(tokens)}, key=str)
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        list(pool.map(compile_plan, every, chunksize=4))
+    for model, (layer, (outputs, inputs)) in layers(models):
+        weights = [Weight.random(outputs, inputs) for _ in range(copies(outputs * inputs // 2))]
+        for tokens in TUNED:
+            x = torch.randn(tokens, inputs, dtype=DTYPE, device=DEVICE)
+            taken: list[tuple[float, Plan]] = []
+            for chosen in plans(tokens):
+                if inputs // chosen.inputs < 2 * chosen.split:
+                    continue
+                try:
+                    calls = [lambda w=w, p=chosen: fused_product(x, w.packed, w.scale, 1.0, p) for w in weights]
+                    taken.append((microseconds(calls), chosen))
+                except Exception as error:  # too large for the machine
+                    print(f"{chosen}: {type(error).__name__}", flush=True)
+            best = sorted(taken, key=lambda pair: pair[0])[:3]
+            yield {"model": model, "layer": layer, "tokens": tokens, "best": [[us, asdict(p)] for us, p in best]}
+
+
+def layers(models: list[str]) -> list[tuple[str, tuple[str, tuple[int, int]]]]:
+    return [(model, layer) for model in models for layer in MODELS[model].items()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="JSON file; rewritten after each section")
+    parser.add_argument("--only", default="dequantize,matmul,norm,head", help="sections: these, or tune")
+    parser.add_argument("--models", default="7B,14B,32B", help="shapes")
+    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="M")
+    parser.add_argument("--processes", type=int, default=14, help="that compile plans")
+    args = parser.parse_args()
+    models, tokens = args.models.split(","), [int(part) for part in args.tokens.split(",")]
+    if not can_launch(torch.empty(0, device=DEVICE)):
+        print("no Triton here: the references run")
+    limits = machine_limits()
+    record: dict[str, Any] = {
+        "command": f"python benchmarks/kernels.py --only {args.only} --models {args.models} --tokens {args.tokens}",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": torch.cuda.get_device_name() if DEVICE == "cuda" else platform.processor(),
+        "torch": torch.__version__,
+        "limits": limits,
+    }
+    sections: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
+        "dequantize": lambda: dequantize_rows(models, limits),
+        "matmul": lambda: matmul_rows(models, tokens, limits),
+        "norm": lambda: norm_rows(models, tokens),
+        "head": lambda: head_rows(models, [t for t in tokens if t >= min(512, max(tokens))]),
+        "tune": lambda: tune_rows(models, args.processes),
+    }
+    for name in args.only.split(","):
+        record[name] = []
+        for row in sections[name]():
+            record[name].append(row)
+            print(name, json.dumps(row), flush=True)
+            args.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
