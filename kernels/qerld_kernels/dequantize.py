@@ -55,6 +55,8 @@ def dequantize_unscaled(
         out = torch.empty(packed.shape[0], packed.shape[1] * 2, dtype=dtype, device=packed.device)
     _check(packed, scale, format, out)
     if not can_launch(packed):
+        if format is NVFP4:
+            return nvfp4.dequantize_unscaled(packed, scale, out=out)
         return out.copy_(dequantize_reference(packed, scale, format=format, dtype=out.dtype))
     count = packed.numel()
     if count:

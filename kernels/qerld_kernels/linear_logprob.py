@@ -142,12 +142,21 @@ def softmax_statistics(raw: Tensor, head: Head, dtype: torch.dtype | None) -> tu
 def softmax_statistics_reference(
     raw: Tensor, head: Head, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The same in plain torch, about eight passes over the logits."""
+    """The same in plain torch, several passes over the logits; what the CPU uses."""
     logits = head.logits(raw)
-    normaliser = torch.logsumexp(logits, dim=-1)
-    probabilities = torch.softmax(logits, dim=-1)
-    entropy = torch.special.entr(probabilities).sum(-1)
-    return normaliser, entropy, None if dtype is None else (probabilities * head.slope(raw)).to(dtype)
+    peak = logits.amax(-1, keepdim=True)
+    below = logits - peak
+    share = torch.exp(below)
+    mass = share.sum(-1, keepdim=True)
+    # Σ p (l − peak) instead of Σ p l: large logits would cancel.
+    entropy = mass.log().squeeze(-1) - torch.einsum("nv,nv->n", share, below) / mass.squeeze(-1)
+    normaliser = (peak + mass.log()).squeeze(-1)
+    if dtype is None:
+        return normaliser, entropy, None
+    share /= mass
+    if head.softcap is not None:
+        share *= head.slope(raw)
+    return normaliser, entropy, share.to(dtype)
 
 
 @jit

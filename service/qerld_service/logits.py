@@ -1,7 +1,7 @@
 """Logits in fp32 from half-precision hidden states: the product accumulates in fp32 anyway, vLLM then rounds it.
 
 A logit of 16 in bf16 is a multiple of 1/8. That rounding alone moved log-probabilities of SmolLM2 by 0.04 nats a token
-against the trainer's; the trainer keeps fp32 logits, too (`qerld_learner.trainer.logprobs`).
+against the trainer's; the trainer keeps fp32 logits, too (`qerld_kernels.linear_logprob`).
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 import torch
 from qerld_kernels.checkpoint import CheckpointReader
+from qerld_kernels.linear_logprob import Head, pair_logprobs
 from qerld_kernels.noise import Noise, scaled_noise
 from qerld_kernels.nvfp4 import dequantize, quantize
 from qerld_learner.trainer import lora
-from qerld_learner.trainer.logprobs import Head, pair_logprobs
 from qerld_learner.trainer.messages import LoraShape, NoiseSpec, TrainerConfig
 from qerld_learner.trainer.model import BaseModel
 from qerld_learner.trainer.nvfp4_linear import Nvfp4Linear, Scratch, scaled_product
@@ -74,7 +74,7 @@ def test_nvfp4_linear_equals_the_dequantised_layer(rows: int, columns: int, cach
 def test_pair_logprobs_equal_autograd(
     temperature: float, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qerld_learner.trainer.logprobs.CHUNK_BYTES", {"cpu": 4 * 31 * 3})  # three rows a chunk
+    monkeypatch.setattr("qerld_kernels.linear_logprob.CHUNK_BYTES", {"cpu": 4 * 31 * 3})  # three rows a chunk
     torch.manual_seed(0)
     hidden, weight = torch.randn(8, 12, dtype=torch.float64, requires_grad=True), torch.randn(31, 12).double()
     rows, targets = torch.tensor([7, 0, 3, 3, 1, 5, 6]), torch.randint(0, 31, (7,))

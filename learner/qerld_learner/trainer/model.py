@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from qerld_kernels.architectures import architecture_of, noisy_norm_names
 from qerld_kernels.checkpoint import CheckpointReader
+from qerld_kernels.linear_logprob import Head, pair_logprobs
 from qerld_kernels.noise import Noise, scaled_noise
 from qerld_kernels.rmsnorm import rmsnorm
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from .logprobs import Head, pair_logprobs
 from .messages import NoiseSpec, TrainerConfig
 from .nvfp4_linear import Nvfp4Linear, Scratch
 from .packing import PrefixTree, tree_mask

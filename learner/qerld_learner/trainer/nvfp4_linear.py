@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from qerld_kernels.nvfp4 import Nvfp4Tensor, dequantize_unscaled
+from qerld_kernels.dequantize import dequantize_unscaled
+from qerld_kernels.nvfp4 import Nvfp4Tensor
 from torch import Tensor, nn
 
 
