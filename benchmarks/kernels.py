@@ -27,7 +27,7 @@ from gpu_timing import copies, microseconds
 from qerld_kernels.dequantize import dequantize_unscaled
 from qerld_kernels.jit import can_launch
 from qerld_kernels.linear_logprob import Head, pair_logprobs
-from qerld_kernels.matmul import Plan, fused_product, matmul, matmul_backward, matmul_reference
+from qerld_kernels.matmul import Plan, fused_product, matmul, matmul_backward, matmul_reference, remember_scale
 from qerld_kernels.rmsnorm import add_rmsnorm_slots, rmsnorm_slots
 from torch import Tensor
 
@@ -51,13 +51,13 @@ class Weight:
 
     packed: Tensor
     scale: Tensor
-    global_scale: float
+    global_scale: Tensor
 
     @staticmethod
     def random(outputs: int, inputs: int) -> Weight:
         codes = torch.randint(0x20, 0x60, (outputs, inputs // 16), dtype=torch.uint8, device=DEVICE)
         packed = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8, device=DEVICE)
-        return Weight(packed, codes.view(torch.float8_e4m3fn), 1e-3)
+        return Weight(packed, codes.view(torch.float8_e4m3fn), remember_scale(torch.tensor(1e-3, device=DEVICE)))
 
     @property
     def bytes(self) -> int:
@@ -137,7 +137,7 @@ def marlin_calls(weights: list[Weight], inputs: int) -> list[Callable[[Tensor], 
         layer.params_dtype = DTYPE
         layer.weight = torch.nn.Parameter(weight.packed, requires_grad=False)
         layer.weight_scale = torch.nn.Parameter(weight.scale, requires_grad=False)
-        layer.weight_global_scale = torch.nn.Parameter(torch.tensor(weight.global_scale, device=DEVICE), False)
+        layer.weight_global_scale = torch.nn.Parameter(weight.global_scale.clone(), False)
         prepare_fp4_layer_for_marlin(layer)
         return lambda x: apply_fp4_marlin_linear(
             x,
@@ -268,7 +268,7 @@ def plans(tokens: int) -> list[Plan]:
     tiles = [t for t in (16, 32, 64, 128, 256) if t <= max(16, 1 << (tokens - 1).bit_length())][-2:]
     found = []
     for tile, outputs, inputs, split, (warps, stages) in product(
-        tiles, (64, 128, 256), (128, 256), (1, 2, 4, 8), ((4, 3), (4, 4), (8, 3), (8, 4))
+        tiles, (64, 128, 256), (128, 256), (1, 2, 4, 8), ((4, 2), (4, 3), (4, 4), (8, 2), (8, 3), (8, 4))
     ):
         registers = tile * outputs // (32 * warps)  # of the sum alone
         shared = stages * inputs * (outputs // 2 + 2 * tile)

@@ -27,7 +27,7 @@ from torch import Tensor
 from qerld_kernels.dequantize import dequantize_reference, dequantize_unscaled
 from qerld_kernels.jit import INTERPRETED, can_launch, constant, jit, next_power_of_2, tl
 
-__all__ = ["Plan", "fused_product", "matmul", "matmul_backward", "matmul_reference", "plan"]
+__all__ = ["Plan", "fused_product", "matmul", "matmul_backward", "matmul_reference", "plan", "remember_scale"]
 
 BLOCK = 16
 WORD = 4  # weights of a 16-bit word
@@ -54,17 +54,32 @@ def plan(tokens: int, outputs: int, inputs: int) -> Plan | None:
     return Plan(64, 128, 128, 1, 4, 4)
 
 
-def matmul_reference(x: Tensor, packed: Tensor, scale: Tensor, global_scale: float) -> Tensor:
+def matmul_reference(x: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
     """y [M, N] in plain torch, in fp32 until the one rounding."""
     weight = dequantize_reference(packed, scale, dtype=torch.float32)
     return ((x.float() @ weight.T) * global_scale).to(x.dtype)
 
 
-@torch.library.custom_op("qerld::nvfp4_matmul", mutates_args=())
-def matmul(x: Tensor, packed: Tensor, scale: Tensor, global_scale: float) -> Tensor:
-    """Return y [M, N] of x [M, K] bf16 or fp16, packed uint8 [N, K / 2] and scale e4m3 [N, K / 16].
+_host_scales: dict[int, float] = {}
 
-    One opaque op: the way is chosen when it runs, so a captured CUDA graph keeps the one for its M.
+
+def remember_scale(global_scale: Tensor) -> Tensor:
+    """Read a global scale fp32 [] once, so that products need not ask the device; it must live as long as the process.
+
+    A Python number would do, were it not a constant to torch.compile, which would compile each layer by itself.
+    """
+    _host_scales[global_scale.data_ptr()] = float(global_scale)
+    return global_scale
+
+
+@torch.library.custom_op("qerld::nvfp4_matmul", mutates_args=())
+def matmul(x: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
+    """Return y [M, N] of x [M, K] bf16 or fp16.
+
+    packed: uint8 [N, K / 2]; scale: e4m3 [N, K / 16], each 0 or at least 2⁻⁶; global_scale: fp32 [].
+
+    One opaque op: the way is chosen when it runs, so a captured CUDA graph keeps the one for its M. Capturing needs
+    `remember_scale`.
 
     Raises:
         ValueError: a shape, dtype or layout does not fit.
@@ -73,40 +88,45 @@ def matmul(x: Tensor, packed: Tensor, scale: Tensor, global_scale: float) -> Ten
     chosen = plan(x.shape[0], packed.shape[0], x.shape[1])
     if chosen is None or not can_launch(x):
         return _scaled_product(x, dequantize_unscaled(packed, scale, dtype=x.dtype).T, global_scale)
-    return fused_product(x, packed, scale, global_scale, chosen)
+    return fused_product(x, packed, scale, _on_host(global_scale), chosen)
 
 
 @torch.library.custom_op("qerld::nvfp4_matmul_backward", mutates_args=())
-def matmul_backward(grad: Tensor, packed: Tensor, scale: Tensor, global_scale: float) -> Tensor:
+def matmul_backward(grad: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
     """dX [M, K] of dY [M, N], from the same bytes. Raises as `matmul`."""
     _check(grad, packed, scale, packed.shape[0])
     return _scaled_product(grad, dequantize_unscaled(packed, scale, dtype=grad.dtype), global_scale)
 
 
 @matmul.register_fake
-def _(x: Tensor, packed: Tensor, scale: Tensor, global_scale: float) -> Tensor:
+def _(x: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], packed.shape[0])
 
 
 @matmul_backward.register_fake
-def _(grad: Tensor, packed: Tensor, scale: Tensor, global_scale: float) -> Tensor:
+def _(grad: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
     return grad.new_empty(grad.shape[0], packed.shape[1] * 2)
 
 
-def _keep_weight(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, float], output: Tensor) -> None:
-    _, ctx.packed, ctx.scale, ctx.global_scale = inputs  # not saved_tensors: the bytes of a frozen layer do not change
+def _keep_weight(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.weight = inputs[1:]  # not saved_tensors: the bytes of a frozen layer do not change
 
 
 def _to_input(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-    return matmul_backward(grad.contiguous(), ctx.packed, ctx.scale, ctx.global_scale), None, None, None
+    return matmul_backward(grad.contiguous(), *ctx.weight), None, None, None
 
 
 matmul.register_autograd(_to_input, setup_context=_keep_weight)
 
 
-def _scaled_product(x: Tensor, weight: Tensor, global_scale: float) -> Tensor:
+def _on_host(global_scale: Tensor) -> float:
+    found = _host_scales.get(global_scale.data_ptr())
+    return float(global_scale) if found is None else found
+
+
+def _scaled_product(x: Tensor, weight: Tensor, global_scale: Tensor) -> Tensor:
     """The library multiplies by g in fp32 before it rounds."""
-    return torch.addmm(x.new_empty(1), x, weight, beta=0, alpha=global_scale)
+    return torch.addmm(x.new_empty(1), x, weight, beta=0, alpha=_on_host(global_scale))
 
 
 def fused_product(x: Tensor, packed: Tensor, scale: Tensor, global_scale: float, chosen: Plan) -> Tensor:

@@ -47,6 +47,8 @@ class EngineConfig:
     """GiB of key–value cache on the CPU."""
     enforce_eager: bool | None = None
     """No compilation, no CUDA graphs; None: only on the CPU."""
+    nvfp4_kernel: Literal["marlin", "qerld"] = "marlin"
+    """What multiplies by NVFP4 weights on a GPU."""
     tensor_parallel_size: int = 1
     seed: int = 0
 

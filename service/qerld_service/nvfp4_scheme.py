@@ -1,7 +1,8 @@
-"""NVFP4 weights in vLLM on the CPU: the compressed-tensors W4A16 scheme, dequantised once at load.
+"""NVFP4 weights in vLLM: compressed-tensors' W4A16 scheme, dequantised at load on the CPU, by our kernels on a GPU.
 
-Stock vLLM has no FP4 kernel for the CPU and refuses such checkpoints there. On a GPU this module is not used.
-Weights are those the trainer sees: w = e2m1 · scale · g, after the same rules for fused groups (`qerld_kernels`).
+Stock vLLM has no FP4 kernel for the CPU and refuses such checkpoints there; on a GPU it always takes Marlin, so that
+another kernel needs another scheme. Weights are those the trainer sees: w = e2m1 · scale · g, after the same rules for
+fused groups (`qerld_kernels`).
 """
 
 from __future__ import annotations
@@ -11,23 +12,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from qerld_kernels.matmul import matmul, remember_scale
 from qerld_kernels.nvfp4 import BLOCK, Nvfp4Tensor, dequantize, flush_scales
 from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsScheme
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.parameter import GroupQuantScaleParameter, ModelWeightParameter, PerTensorScaleParameter
 
-__all__ = ["DequantisedNvfp4", "register_nvfp4"]
+__all__ = ["DequantisedNvfp4", "PackedNvfp4", "register_nvfp4", "register_packed_nvfp4"]
 
 logger = logging.getLogger(__name__)
 
 
-class DequantisedNvfp4(CompressedTensorsScheme):  # type: ignore[misc]
-    """Loads packed NVFP4 tensors and keeps the dequantised weight in the model's dtype, packed for oneDNN."""
-
-    def __init__(self, use_a16: bool = False) -> None:
-        if not use_a16:
-            raise ValueError("NVFP4 with quantised activations cannot be served on the CPU; use a W4A16 checkpoint")
+class _Nvfp4(CompressedTensorsScheme):  # type: ignore[misc]
+    """Loads packed NVFP4 tensors."""
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -57,14 +55,27 @@ class DequantisedNvfp4(CompressedTensorsScheme):  # type: ignore[misc]
             "weight_global_scale", PerTensorScaleParameter(data=divisors, weight_loader=weight_loader)
         )
 
-    def process_weights_after_loading(self, layer: Any) -> None:
-        """Replace the packed tensors by the weight; the largest divisor serves the whole fused layer, as on a GPU."""
+    @staticmethod
+    def take(layer: Any) -> Nvfp4Tensor:
+        """The loaded tensors, which leave the layer; the largest divisor serves the whole fused layer, as in Marlin."""
         scales, flushed = flush_scales([layer.weight_scale.data])
         if flushed:
             logger.warning("%d block scales below 2^-6 are served as zero, as Marlin does", flushed)
         tensor = Nvfp4Tensor(layer.weight_packed.data, scales[0], 1.0 / layer.weight_global_scale.data.max())
-        weight = dequantize(tensor, layer.params_dtype)
         del layer.weight_packed, layer.weight_scale, layer.weight_global_scale
+        return tensor
+
+
+class DequantisedNvfp4(_Nvfp4):
+    """On the CPU: keeps the dequantised weight in the model's dtype, packed for oneDNN."""
+
+    def __init__(self, use_a16: bool = False) -> None:
+        if not use_a16:
+            raise ValueError("NVFP4 with quantised activations cannot be served on the CPU; use a W4A16 checkpoint")
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Replace the packed tensors by the weight."""
+        weight = dequantize(self.take(layer), layer.params_dtype)
         layer.weight = torch.nn.Parameter(weight, requires_grad=False)
         # As vLLM treats its own unquantised layers: oneDNN's blocked layout, 1.5 times as fast for a batch of 8 tokens.
         dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
@@ -75,6 +86,35 @@ class DequantisedNvfp4(CompressedTensorsScheme):  # type: ignore[misc]
         return result
 
 
+class PackedNvfp4(_Nvfp4):
+    """On a GPU: keeps the checkpoint's bytes, of which there is no other copy, and multiplies by our kernels."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """The names under which vLLM's LoRA looks for a layer's device stay."""
+        tensor = self.take(layer)
+        layer.weight_packed = torch.nn.Parameter(tensor.packed, requires_grad=False)
+        layer.weight_scale = torch.nn.Parameter(tensor.scale, requires_grad=False)
+        layer.weight_global_scale = torch.nn.Parameter(tensor.global_scale, requires_grad=False)
+        remember_scale(layer.weight_global_scale.data)
+
+    def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [..., in] → [..., out]."""
+        rows = x.reshape(-1, x.shape[-1])
+        y: torch.Tensor = matmul(rows, layer.weight_packed, layer.weight_scale, layer.weight_global_scale)
+        y = y.view(*x.shape[:-1], y.shape[-1])
+        return y if bias is None else y + bias
+
+
+def register_packed_nvfp4() -> None:
+    """Multiply by our kernels on a GPU, in this process; checkpoints with quantised activations stay with vLLM."""
+    stock = compressed_tensors.CompressedTensorsW4A4Fp4
+
+    def scheme(use_a16: bool = False) -> CompressedTensorsScheme:
+        return PackedNvfp4() if use_a16 else stock(use_a16=False)
+
+    compressed_tensors.CompressedTensorsW4A4Fp4 = scheme
+
+
 def register_nvfp4() -> None:
-    """Use this scheme wherever compressed-tensors would pick vLLM's NVFP4 scheme, in this process."""
+    """Dequantise at load wherever compressed-tensors would pick vLLM's NVFP4 scheme, in this process."""
     compressed_tensors.CompressedTensorsW4A4Fp4 = DequantisedNvfp4

@@ -189,6 +189,7 @@ def engine_config(settings: PolicySettings) -> EngineConfig:
         cpu_kv_cache_gib=settings.cpu_kv_cache_gib,
         # None lets the engine choose: eager on the CPU, where compilation takes longer than it saves.
         enforce_eager=settings.enforce_eager or None,
+        nvfp4_kernel=settings.nvfp4_kernel,
         seed=settings.seed,
     )
 

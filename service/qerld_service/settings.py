@@ -56,6 +56,9 @@ class PolicySettings(BaseSettings):
     enforce_eager: bool = Field(
         False, description="No compilation and no CUDA graphs: starts sooner, samples slower. Always so on the CPU."
     )
+    nvfp4_kernel: Literal["marlin", "qerld"] = Field(
+        "marlin", description="Products with NVFP4 weights on a GPU: by vLLM's Marlin, or by qerld's kernels."
+    )
     seed: int = Field(0, ge=0, description="Seed of the engine; completions have their own.")
     report_seconds: float = Field(5.0, gt=0, le=10, description="Longest time between two reports to the learner.")
     reconnect_seconds: float = Field(10.0, gt=0, description="Longest wait before attaching to the learner again.")

@@ -7,11 +7,13 @@ import threading
 import time
 from functools import cache
 
-__all__ = ["PARENT", "register", "set_environment"]
+__all__ = ["NVFP4_KERNEL", "PARENT", "register", "set_environment"]
 
 PARENT = "QERLD_ENGINE_PARENT"
 """Environment variable in which the policy engine puts its process id; without it vLLM stays stock."""
 
+NVFP4_KERNEL = "QERLD_NVFP4_KERNEL"
+"""Environment variable that tells vLLM's processes what multiplies by NVFP4 weights on a GPU."""
 
 _ALWAYS = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -28,9 +30,9 @@ _ON_CPU = {
 }
 
 
-def set_environment(on_cpu: bool, cpu_kv_cache_gib: int) -> None:
+def set_environment(on_cpu: bool, cpu_kv_cache_gib: int, nvfp4_kernel: str) -> None:
     """vLLM's settings for the policy engine, before vLLM is imported; what the user has set stays."""
-    os.environ[PARENT] = str(os.getpid())
+    os.environ[PARENT], os.environ[NVFP4_KERNEL] = str(os.getpid()), nvfp4_kernel
     settings = dict(_ALWAYS)
     if on_cpu:
         settings |= _ON_CPU | {"VLLM_CPU_KVCACHE_SPACE": str(cpu_kv_cache_gib)}
@@ -60,6 +62,10 @@ def register() -> None:
         from qerld_service.logits import register_fp32_logits
 
         register_fp32_logits()
+        if os.environ.get(NVFP4_KERNEL) == "qerld":
+            from qerld_service.nvfp4_scheme import register_packed_nvfp4
+
+            register_packed_nvfp4()
     if current_platform.is_cpu():
         from qerld_service.cpu_lora import register_cpu_lora
         from qerld_service.nvfp4_scheme import register_nvfp4

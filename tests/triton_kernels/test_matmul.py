@@ -8,7 +8,7 @@ import pytest
 import torch
 from qerld_kernels.dequantize import dequantize_reference
 from qerld_kernels.jit import INTERPRETED
-from qerld_kernels.matmul import Plan, fused_product, matmul, matmul_backward, matmul_reference
+from qerld_kernels.matmul import Plan, fused_product, matmul, matmul_backward, matmul_reference, remember_scale
 from qerld_kernels.nvfp4 import Nvfp4Tensor, quantize
 from torch import Tensor
 
@@ -62,7 +62,7 @@ def test_every_code_and_scale_in_the_tile(dtype: torch.dtype, device: str) -> No
 @pytest.mark.parametrize("tokens", [0, 5, 40, 600])
 def test_the_op_and_its_gradient(tokens: int, dtype: torch.dtype, device: str) -> None:
     packed = weight(48, 96)
-    bytes_ = (packed.packed.to(device), packed.scale.to(device), float(packed.global_scale))
+    bytes_ = (packed.packed.to(device), packed.scale.to(device), packed.global_scale.to(device))
     x = torch.randn(tokens, 96).to(dtype).to(device).requires_grad_()
     y = matmul(x, *bytes_)
     assert y.shape == (tokens, 48)
@@ -73,20 +73,30 @@ def test_the_op_and_its_gradient(tokens: int, dtype: torch.dtype, device: str) -
         assert_rounded(y.detach(), exact(x.detach(), packed))
         wide = dequantize_reference(packed.packed, packed.scale, dtype=torch.float32).double()
         assert_rounded(x.grad, grad.double() @ wide * packed.global_scale.double())
-        assert_rounded(matmul_reference(x.detach().cpu(), packed.packed, packed.scale, bytes_[2]), exact(x, packed))
+        assert_rounded(
+            matmul_reference(x.detach().cpu(), packed.packed, packed.scale, packed.global_scale), exact(x, packed)
+        )
 
 
 def test_ops_are_opaque_to_the_compiler(device: str) -> None:
     packed = weight(48, 96)
-    bytes_ = (packed.packed.to(device), packed.scale.to(device), float(packed.global_scale))
+    bytes_ = (packed.packed.to(device), packed.scale.to(device), packed.global_scale.to(device))
     x = torch.randn(5, 96, dtype=torch.float16, device=device)
     for op, one in ((matmul, x), (matmul_backward, x[:, :48].contiguous())):
         torch.library.opcheck(op, (one, *bytes_), test_utils="test_faketensor")
 
 
+def test_a_remembered_scale_is_not_read_again(device: str) -> None:
+    packed, x = weight(32, 64), torch.randn(4, 64, dtype=torch.float16, device=device)
+    scale = remember_scale(packed.global_scale.to(device).clone())
+    before = matmul(x, packed.packed.to(device), packed.scale.to(device), scale)
+    scale.mul_(2)
+    assert torch.equal(matmul(x, packed.packed.to(device), packed.scale.to(device), scale), before)
+
+
 def test_rows_of_x_may_be_strided(device: str) -> None:
     packed, x = weight(32, 64), torch.randn(4, 128, dtype=torch.float16)
-    bytes_ = (packed.packed.to(device), packed.scale.to(device), float(packed.global_scale))
+    bytes_ = (packed.packed.to(device), packed.scale.to(device), packed.global_scale.to(device))
     assert torch.equal(matmul(x.to(device)[:, :64], *bytes_), matmul(x[:, :64].contiguous().to(device), *bytes_))
 
 
@@ -108,4 +118,4 @@ def test_what_does_not_fit_is_refused(
     packed = weight(32, 64)
     fitting = torch.randn(4, 64, dtype=torch.float16, device=device), packed.packed.to(device), packed.scale.to(device)
     with pytest.raises(ValueError, match=message):
-        matmul(*spoil(*fitting), 1.0)
+        matmul(*spoil(*fitting), torch.ones((), device=device))
