@@ -1,0 +1,45 @@
+"""vLLM's NVFP4 layers by our kernels, without an engine: loading and products against the dequantised weight."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from qerld_kernels.nvfp4 import Nvfp4Tensor, dequantize, global_scale_for, quantize
+
+pytest.importorskip("vllm")
+
+
+def loaded_layer(parts: list[Nvfp4Tensor]) -> torch.nn.Module:
+    """A layer as vLLM's loader leaves it, of fused parts."""
+    from qerld_service.nvfp4_scheme import PackedNvfp4
+
+    layer = torch.nn.Module()
+    rows = [part.packed.shape[0] for part in parts]
+    PackedNvfp4().create_weights(layer, rows, parts[0].packed.shape[1] * 2, torch.bfloat16, lambda *_: None)
+    tensors = {
+        "weight_packed": torch.cat([part.packed for part in parts]),
+        "weight_scale": torch.cat([part.scale for part in parts]),
+        "weight_global_scale": torch.stack([1 / part.global_scale for part in parts]),
+    }
+    for name, tensor in tensors.items():
+        getattr(layer, name).data.copy_(tensor)
+    return layer
+
+
+def test_a_fused_layer_multiplies_by_the_weights_that_the_trainer_sees() -> None:
+    from qerld_service.nvfp4_scheme import PackedNvfp4
+
+    torch.manual_seed(0)
+    weights = [torch.randn(rows, 64) for rows in (48, 16)]
+    g = global_scale_for(weights)
+    parts = [quantize(weight, global_scale=g) for weight in weights]
+    layer, scheme = loaded_layer(parts), PackedNvfp4()
+    scheme.process_weights_after_loading(layer)
+    assert sum(tensor.numel() for tensor in layer.parameters()) == 64 * 64 // 2 + 64 * 64 // 16 + 1, "one copy"
+    whole = torch.cat([dequantize(part) for part in parts])
+    x, bias = torch.randn(2, 3, 64).bfloat16(), torch.randn(64).bfloat16()
+    wanted = x.float() @ whole.T
+    for given, more in ((None, 0.0), (bias, bias.float())):
+        found = scheme.apply_weights(layer, x, given)
+        assert (found.shape, found.dtype) == ((2, 3, 64), torch.bfloat16)
+        torch.testing.assert_close(found.float(), wanted + more, rtol=2e-2, atol=2e-2)
