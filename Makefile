@@ -22,7 +22,7 @@ test: setup  ## run the tests that need neither a GPU nor minutes each
 
 # On a GPU, where Triton is beside vLLM, `make test` runs them compiled.
 test-kernels: setup  ## run the Triton kernels on the CPU, operation by operation
-	TRITON_INTERPRET=1 PYTHONPATH=.venv/interpreter $(BIN)/pytest -n 2 tests/triton_kernels
+	TRITON_INTERPRET=1 PYTHONPATH=.venv/interpreter $(BIN)/pytest -n 2 tests/kernels_triton
 
 lint: setup  ## check style and formatting
 	$(BIN)/ruff check .
