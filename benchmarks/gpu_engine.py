@@ -149,6 +149,7 @@ def config_of(args: argparse.Namespace) -> EngineConfig:
     return EngineConfig(
         args.model,
         dtype=args.dtype,
+        nvfp4_kernel=args.nvfp4_kernel,
         max_loras=4,
         max_lora_rank=args.rank,
         max_model_len=args.prompt + args.tokens + 128,
@@ -162,13 +163,14 @@ def run_both(args: argparse.Namespace) -> dict[str, Any]:
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         make_adapter(args.model, Path(folder) / "adapter", args.rank)
-        for mode in ("noise", "stock"):
+        for mode in args.servers.split(","):
             out = Path(folder) / f"{mode}.json"
             command = [sys.executable, __file__, *sys.argv[1:], "--mode", mode, "--adapter", f"{folder}/adapter"]
             subprocess.run([*command, "--out", str(out)], check=True)
             results[mode] = json.loads(out.read_text())
-    ours, theirs = results["noise"].pop("scores"), results["stock"].pop("scores")
-    results["clean_against_stock_mean_abs_difference"] = mean_difference(ours, theirs)
+    scores = [result.pop("scores") for result in results.values()]
+    if len(scores) == 2:
+        results["clean_against_stock_mean_abs_difference"] = mean_difference(*scores)
     results["settings"] = {name: str(value) for name, value in vars(args).items()}
     return results
 
@@ -184,6 +186,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--dtype", choices=["auto", "bfloat16", "float16", "float32"], default="auto", help="activations"
     )
+    parser.add_argument("--nvfp4-kernel", choices=["marlin", "qerld"], default="marlin", help="of our server")
+    parser.add_argument("--servers", default="noise,stock", help="ours (noise), vLLM's (stock), or both")
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--sigma", type=float, default=0.01)
     parser.add_argument("--memory", type=float, default=0.85, help="gpu_memory_utilization")

@@ -12,12 +12,13 @@ from statistics import fmean
 from typing import Literal
 
 import pytest
-from qerld_service.adapters import AdapterKey
+from qerld_kernels.checkpoint import CheckpointReader
+from qerld_service.adapters import AdapterKey, linear_shapes
 from qerld_service.engine import EngineConfig, PolicyEngine, Sampling
 from qerld_service.quickstart.held_out import questions_of
 from qerld_service.quickstart.model import ModelPackageError, prepare_smollm2
 from qerld_service.quickstart.tasks import make_task
-from support.tiny import make_adapter_for
+from support.tiny import make_adapter
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -58,8 +59,10 @@ async def greedy(
 
 
 async def test_our_products_serve_what_marlin_serves(smollm2: Path, tmp_path: Path) -> None:
-    prompts = [list(question.prompt_ids) for seed in (0, 1) for question in questions_of(make_task("next", seed), smollm2)]
-    prompts, adapter = prompts[:50], make_adapter_for(smollm2, tmp_path / "adapter")
+    questions = [question for seed in (0, 1) for question in questions_of(make_task("next", seed), smollm2)]
+    prompts = [list(question.prompt_ids) for question in questions[:50]]
+    shapes = linear_shapes(CheckpointReader(smollm2))
+    adapter = make_adapter(tmp_path / "adapter", seed=0, scale=0.02, shapes=shapes)
     theirs, their_scores = await greedy(smollm2, adapter, "marlin", prompts, [])
     ours, our_scores = await greedy(smollm2, adapter, "qerld", prompts, theirs)
     gaps = [abs(a - b) for a, b in zip(chain(*our_scores), chain(*their_scores), strict=True)]

@@ -11,18 +11,14 @@ pytest.importorskip("vllm")
 
 def loaded_layer(parts: list[Nvfp4Tensor]) -> torch.nn.Module:
     """A layer as vLLM's loader leaves it, of fused parts."""
-    from qerld_service.nvfp4_scheme import PackedNvfp4
-
     layer = torch.nn.Module()
-    rows = [part.packed.shape[0] for part in parts]
-    PackedNvfp4().create_weights(layer, rows, parts[0].packed.shape[1] * 2, torch.bfloat16, lambda *_: None)
     tensors = {
         "weight_packed": torch.cat([part.packed for part in parts]),
         "weight_scale": torch.cat([part.scale for part in parts]),
         "weight_global_scale": torch.stack([1 / part.global_scale for part in parts]),
     }
     for name, tensor in tensors.items():
-        getattr(layer, name).data.copy_(tensor)
+        layer.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
     return layer
 
 

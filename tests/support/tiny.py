@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -84,16 +85,21 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_adapter(folder: Path, seed: int, scale: float, rank: int = 8) -> Path:
+def tiny_shapes() -> dict[str, tuple[int, int]]:
+    """(out, in) of every linear layer of the tiny model."""
+    return {f"model.layers.{layer}.{module}": shape for layer in range(LAYERS) for module, shape in SHAPES.items()}
+
+
+def make_adapter(
+    folder: Path, seed: int, scale: float, rank: int = 8, shapes: Mapping[str, tuple[int, int]] | None = None
+) -> Path:
     """A PEFT folder at `folder`, on all linear layers; `scale` is the size of B (0: an adapter without effect)."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for layer in range(LAYERS):
-        for module, (out, features) in SHAPES.items():
-            prefix = f"base_model.model.model.layers.{layer}.{module}"
-            a, b = torch.randn(rank, features, generator=generator), torch.randn(out, rank, generator=generator)
-            tensors[f"{prefix}.lora_A.weight"] = (a / features**0.5).to(torch.bfloat16)
-            tensors[f"{prefix}.lora_B.weight"] = (b * scale).to(torch.bfloat16)
+    for name, (out, features) in (shapes or tiny_shapes()).items():
+        a, b = torch.randn(rank, features, generator=generator), torch.randn(out, rank, generator=generator)
+        tensors[f"base_model.model.{name}.lora_A.weight"] = (a / features**0.5).to(torch.bfloat16)
+        tensors[f"base_model.model.{name}.lora_B.weight"] = (b * scale).to(torch.bfloat16)
     folder.mkdir(parents=True)
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {
