@@ -80,9 +80,9 @@ def dequantize_reference(
 
 def _check(packed: Tensor, scale: Tensor, format: Format, out: Tensor) -> None:
     rows, features = packed.shape[0], packed.shape[1] * 2
-    if packed.dtype != torch.uint8 or packed.ndim != 2 or features % format.block:
+    if packed.dtype != torch.uint8 or packed.ndim != 2 or features % format.block or packed.numel() == 0:
         raise ValueError(
-            f"packed: must be uint8 [out, in / 2] with in a multiple of {format.block} for {format.name}, "
+            f"packed: must be uint8 [out, in / 2] with in a multiple of {format.block} for {format.name}, not empty, "
             f"got {packed.dtype} {tuple(packed.shape)}"
         )
     if scale.dtype != format.scale or scale.shape != (rows, features // format.block):

@@ -67,7 +67,7 @@ class _PairLogprobs(torch.autograd.Function):
         step = max(1, CHUNK_BYTES[hidden.device.type] // (4 * head.weight.shape[0]))
         starts = torch.arange(0, len(hidden) + step, step, device=rows.device)
         edges = torch.searchsorted(rows, starts).tolist()  # one wait for the device, however many chunks
-        parts = []
+        parts = [_chunk(hidden[:0], head, rows[:0], targets[:0], want_gradient)]  # of no rows: there may be none
         for index, start in enumerate(range(0, len(hidden), step)):
             block, pairs = hidden[start : start + step], slice(edges[index], edges[index + 1])
             parts.append(_chunk(block, head, rows[pairs] - start, targets[pairs], want_gradient))
@@ -145,7 +145,7 @@ def softmax_statistics_reference(
     """The same in plain torch, several passes over the logits; what the CPU uses."""
     logits = head.logits(raw)
     peak = logits.amax(-1, keepdim=True)
-    below = logits - peak
+    below = logits.sub_(peak)
     share = torch.exp(below)
     mass = share.sum(-1, keepdim=True)
     # Σ p (l − peak) instead of Σ p l: large logits would cancel.

@@ -86,7 +86,8 @@ def matmul(x: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor) -> Te
     """
     _check(x, packed, scale, packed.shape[1] * 2)
     chosen = plan(x.shape[0], packed.shape[0], x.shape[1])
-    if chosen is None or not can_launch(x):
+    # The interpreter flushes bf16's subnormal numbers, which the fused kernel decodes by.
+    if chosen is None or not can_launch(x) or (INTERPRETED and x.dtype == torch.bfloat16):
         return _scaled_product(x, dequantize_unscaled(packed, scale, dtype=x.dtype).T, global_scale)
     return fused_product(x, packed, scale, _on_host(global_scale), chosen)
 
@@ -155,9 +156,10 @@ def fused_product(x: Tensor, packed: Tensor, scale: Tensor, global_scale: float,
 
 
 def _check(x: Tensor, packed: Tensor, scale: Tensor, columns: int) -> None:
-    if packed.dtype != torch.uint8 or packed.ndim != 2 or packed.shape[1] * 2 % BLOCK:
+    if packed.dtype != torch.uint8 or packed.ndim != 2 or packed.shape[1] * 2 % BLOCK or packed.numel() == 0:
         raise ValueError(
-            f"packed: must be uint8 [N, K / 2] with K a multiple of {BLOCK}, got {packed.dtype} {tuple(packed.shape)}"
+            f"packed: must be uint8 [N, K / 2] with K a multiple of {BLOCK}, not empty, "
+            f"got {packed.dtype} {tuple(packed.shape)}"
         )
     outputs, inputs = packed.shape[0], packed.shape[1] * 2
     if x.ndim != 2 or x.dtype not in (torch.bfloat16, torch.float16) or x.shape[1] != columns or x.stride(1) != 1:

@@ -56,7 +56,8 @@ class RunLoop:
         self._faults = 0
         # The version after which groups too old for it were looked for.
         self._cleared_at: int | None = None
-        self._waiting_since = time.time()
+        # Since when the run waits for rewards; None while it does not run.
+        self._waiting_since: float | None = None
 
     async def drive(self) -> None:
         """Go on for ever. After an unexpected error the turn begins again, from the store; after several it pauses."""
@@ -85,10 +86,14 @@ class RunLoop:
         """Do the next thing; returns whether there was something to do."""
         run, newest, batch, ready = await self._shared.store.read(self._look)
         if run.state is not RunState.RUNNING:
+            self._waiting_since = None
             return False
+        self._waiting_since = self._waiting_since or time.time()
         if newest.state in (VersionState.STAGED, VersionState.CANARY):
-            await self._promote(newest)
-            self._waiting_since = time.time()
+            try:
+                await self._promote(newest)
+            finally:
+                self._waiting_since = time.time()
             return True
         # Each group that gets its rewards wakes this loop: only a look, beside the writer, until it is worth a write.
         if batch is None and (ready >= run.config.groups_per_step or newest.version != self._cleared_at):
@@ -121,7 +126,7 @@ class RunLoop:
             return
         data = await self._shared.store.read(lambda connection: batches.load(connection, batch))
         folder = version_folder(self._run, batch.version)
-        wait = max(0.0, time.time() - self._waiting_since)
+        wait = max(0.0, time.time() - (self._waiting_since or time.time()))
         begun = time.monotonic()
         try:
             result = await self._step(run, data, folder)

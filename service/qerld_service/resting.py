@@ -18,8 +18,12 @@ def resting() -> Iterator[None]:
     """Make this thread sleep, after each burst of the block, for three times the processor time that it used.
 
     Python calls a profile function at each call and return, in its own thread alone: so the libraries that the block
-    calls rest, too. One call into C is not interrupted.
+    calls rest, too. One call into C is not interrupted. A thread that has a profile function already, a profiler's,
+    keeps it and does not rest.
     """
+    if sys.getprofile() is not None:
+        yield
+        return
     begun = time.thread_time()
 
     def rest(_frame: FrameType, _event: str, _arg: object) -> None:

@@ -15,11 +15,12 @@ from qerld.v1 import run_pb2
 from qerld_client import Client, QerldError
 from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 HISTORY = 400
 SPARK_WIDTH = 40
+NUMBERS_WIDTH = 51  # of the columns beside the bars
 BARS = "▁▂▃▄▅▆▇█"
 # Of one call, retries included: a learner that restarts is waited for, one that is not there is told of.
 DEADLINE = 10.0
@@ -77,14 +78,14 @@ def watch(client: Client, name: str | None, once: bool, console: Console) -> Non
     if once:
         view.reports.extend(stored_reports(client, view.run))
         view.replicas = client.list_replicas()
-        console.print(render(view))
+        console.print(render(view, console.width))
         return
     threading.Thread(target=collect, args=(client.watch_run(view.run.name, after_step=0), view), daemon=True).start()
-    with Live(render(view), console=console, refresh_per_second=4) as live:
+    with Live(render(view, console.width), console=console, refresh_per_second=4) as live:
         while True:
             view.run = client.get_run(view.run.name)
             view.replicas = client.list_replicas()
-            live.update(render(view))
+            live.update(render(view, console.width))
             time.sleep(REFRESH_SECONDS)
 
 
@@ -117,9 +118,10 @@ def collect(reports: Iterable[run_pb2.RunReport], view: View) -> None:
             view.reports.append(report)
 
 
-def render(view: View) -> Group:
+def render(view: View, width: int) -> Group:
+    """What fits into `width` characters."""
     reports = list(view.reports)  # a copy: another thread appends
-    return Group(headline(view, reports), curves(reports), replica_table(view.replicas))
+    return Group(headline(view, reports), curves(reports, width - NUMBERS_WIDTH), replica_table(view.replicas))
 
 
 def headline(view: View, reports: Sequence[run_pb2.RunReport]) -> Text:
@@ -145,13 +147,13 @@ def token_rate(reports: Sequence[run_pb2.RunReport]) -> float:
     return tokens / (seconds / 1e9) if seconds > 0 else 0.0
 
 
-def curves(reports: Sequence[run_pb2.RunReport]) -> Table:
-    table = Table("", "latest", "min", "max", "", box=None, pad_edge=False)
+def curves(reports: Sequence[run_pb2.RunReport], spark_width: int) -> Table:
+    table = Table("", *(Column(name, no_wrap=True) for name in ("latest", "min", "max")), "", box=None, pad_edge=False)
     for title, name, style in CURVES:
         values = [report.metrics[name] for report in reports if name in report.metrics]
         if values:
             numbers = (format(value, style) for value in (values[-1], min(values), max(values)))
-            table.add_row(title, *numbers, sparkline(values))
+            table.add_row(title, *numbers, sparkline(values, min(max(spark_width, 1), SPARK_WIDTH)))
     return table
 
 

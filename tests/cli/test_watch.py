@@ -16,9 +16,9 @@ def report(step: int, seconds: int, **metrics: float) -> run_pb2.RunReport:
     return made
 
 
-def text_of(view: watch.View) -> str:
-    console = Console(file=io.StringIO(), width=160, force_terminal=False)
-    console.print(watch.render(view))
+def text_of(view: watch.View, width: int = 160) -> str:
+    console = Console(file=io.StringIO(), width=width, force_terminal=False)
+    console.print(watch.render(view, console.width))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -46,6 +46,15 @@ def test_view_shows_run_metrics_and_servers() -> None:
     text = text_of(view)
     for part in ("paused", "step 2 of 30", "disk full", "0.500", "3.00e-02", "policy-1", "r@2", "reconciled"):
         assert part in text
+
+
+def test_a_narrow_terminal_shows_the_newest_steps() -> None:
+    view = watch.View(run_pb2.Run(name="r", step=40))
+    view.reports.extend(report(step, step, mismatch_kl=step * 1e-3, grad_norm=-float(step)) for step in range(1, 41))
+    for width in (80, 100, 160):
+        rows = {line.split()[0]: line for line in text_of(view, width).splitlines() if line}
+        assert rows["mismatch"].rstrip().endswith("█"), (width, rows)
+        assert rows["gradient"].rstrip().endswith("▁"), (width, rows)
 
 
 def test_a_refused_server_is_shown_with_the_reason() -> None:

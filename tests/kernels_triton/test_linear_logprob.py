@@ -56,3 +56,17 @@ def test_logprobs_and_gradients_against_autograd(head: Head, device: str, monkey
 def test_logits_must_be_rows_of_float32(device: str) -> None:
     with pytest.raises(ValueError, match="raw: must be float32"):
         softmax_statistics(torch.zeros(3, 4, device=device).T, HEADS[0], None)
+
+
+@pytest.mark.parametrize("want_gradient", [True, False])
+def test_no_rows_and_rows_without_targets(want_gradient: bool, device: str) -> None:
+    head = Head(torch.randn(30, 8, device=device))
+    nothing = torch.zeros(0, dtype=torch.int64, device=device)
+    for rows in (0, 3):
+        hidden = torch.randn(rows, 8, device=device, requires_grad=want_gradient)
+        logprobs, entropy = pair_logprobs(hidden, head, nothing, nothing)
+        assert (logprobs.shape, entropy.shape) == ((0,), (rows,))
+        if want_gradient:
+            logprobs.sum().backward()
+            assert hidden.grad is not None
+            assert not hidden.grad.any()

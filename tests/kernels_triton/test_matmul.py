@@ -94,6 +94,12 @@ def test_a_remembered_scale_is_not_read_again(device: str) -> None:
     assert torch.equal(matmul(x, packed.packed.to(device), packed.scale.to(device), scale), before)
 
 
+def test_bfloat16_under_the_interpreter(device: str) -> None:
+    packed, x = weight(32, 64), torch.randn(4, 64, dtype=torch.bfloat16)
+    bytes_ = (packed.packed.to(device), packed.scale.to(device), packed.global_scale.to(device))
+    assert_rounded(matmul(x.to(device), *bytes_), exact(x, packed))
+
+
 def test_rows_of_x_may_be_strided(device: str) -> None:
     packed, x = weight(32, 64), torch.randn(4, 128, dtype=torch.float16)
     bytes_ = (packed.packed.to(device), packed.scale.to(device), packed.global_scale.to(device))
@@ -105,6 +111,7 @@ REFUSED: list[tuple[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor
     (r"x: must be bf16 or fp16 \[M, 64\]", lambda x, p, s: (x[:, :32], p, s)),
     (r"x: must be bf16 or fp16 \[M, 64\]", lambda x, p, s: (x.T.contiguous().T, p, s)),
     (r"packed: must be uint8 \[N, K / 2\] with K a multiple of 16", lambda x, p, s: (x, p[:, :31], s)),
+    (r"not empty, got torch.uint8 \(32, 0\)", lambda x, p, s: (x[:, :0], p[:, :0], s[:, :0])),
     (r"packed: must be contiguous", lambda x, p, s: (x, p.T.contiguous().T, s)),
     (r"scale: must be e4m3 \[32, 4\]", lambda x, p, s: (x, p, s.view(torch.uint8))),
     (r"scale: must be e4m3 \[32, 4\]", lambda x, p, s: (x, p, s[:8])),

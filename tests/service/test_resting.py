@@ -23,6 +23,23 @@ def test_a_block_sleeps_for_three_times_what_it_computes() -> None:
         assert compute(0.05) > 0.05 + 2 * 0.05  # a part of the profile function's own time is not counted
 
 
+def test_a_profiler_keeps_its_place() -> None:
+    def profile(*_: object) -> None:
+        """A profiler's."""
+
+    sys.setprofile(profile)
+    try:
+        with resting():
+            pass
+        assert sys.getprofile() is profile
+    finally:
+        sys.setprofile(None)
+    with resting():
+        with resting():
+            pass
+        assert compute(0.05) > 0.05 + 2 * 0.05, "a block inside another does not end its rests"
+
+
 def test_only_the_block_rests() -> None:
     profiles: list[object] = []
     with resting():
