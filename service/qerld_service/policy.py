@@ -27,6 +27,7 @@ from typing import Any, Never
 import grpc
 import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
 from qerld.v1 import policy_pb2_grpc, replica_pb2, replica_pb2_grpc
 from qerld_kernels.errors import CheckpointError
 from qerld_kernels.exclusive import FolderError, PortError, port_error, require_free_port
@@ -227,6 +228,10 @@ async def start_grpc(
     )
     replica_pb2_grpc.add_PolicyReplicaServiceServicer_to_server(servicer, server)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    if settings.reflection:
+        services = (replica_pb2.DESCRIPTOR, "PolicyReplicaService"), (health_pb2.DESCRIPTOR, "Health")
+        names = [file.services_by_name[name].full_name for file, name in services]
+        reflection.enable_server_reflection([*names, reflection.SERVICE_NAME], server)
     try:
         port = server.add_insecure_port(f"{settings.host}:{settings.port}")
     except RuntimeError as error:

@@ -28,6 +28,7 @@ class PolicySettings(BaseSettings):
     openai_port: int = Field(
         8000, ge=0, le=65535, description="Port of the OpenAI API, on loopback; 0 takes a free one."
     )
+    reflection: bool = Field(False, description="Serve gRPC reflection, for grpcurl and the like.")
     metrics_port: int = Field(9465, ge=0, le=65535, description="Port of the Prometheus metrics; 0 takes a free one.")
     cache_dir: Path = Field(
         Path("runs/policy"), description="Folder for downloaded adapters; one policy server a folder."

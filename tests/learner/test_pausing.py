@@ -127,7 +127,10 @@ async def test_a_trainer_that_dies_at_every_step_pauses_the_run(own: Own) -> Non
         )
         assert time.monotonic() - begun > 3  # a second after the first death, two after the second
         assert metrics.registry.get_sample_value("qerld_trainer_deaths_total") == 3
-        assert not await RunLoop(learner._shared, run)._turn()
+        loop = RunLoop(learner._shared, run)
+        loop._waiting_since = begun
+        assert not await loop._turn()
+        assert loop._waiting_since is None, "neither the failed step nor the pause is a wait for rewards"
         assert learner.trainer_pid is None
     # The batch is kept, and trained when the run goes on.
     await learner.resume_run(run, new_id(), "h")

@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from qerld.v1 import common_pb2, replica_pb2, replica_pb2_grpc
 from qerld_kernels.exclusive import FolderError
 from qerld_kernels.fingerprint import base_fingerprint, chat_template_fingerprint, tokenizer_fingerprint
@@ -310,6 +311,16 @@ async def test_a_cancelled_call_is_aborted_in_the_engine(
     text = await scrape(policy)
     assert sample(text, 'qerld_policy_generated_tokens_total{method="Generate"}') < 32 * 200
     assert sample(text, 'qerld_policy_requests_total{code="CANCELLED",method="Generate"}') == 1
+
+
+async def test_reflection_lists_the_services(policy: RunningPolicy) -> None:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{policy.port}") as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        call = stub.ServerReflectionInfo()
+        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        answer = await call.read()
+    names = {service.name for service in answer.list_services_response.service}
+    assert {"qerld.v1.PolicyReplicaService", "grpc.health.v1.Health"} <= names
 
 
 async def test_health_follows_the_desired_state(policy: RunningPolicy, peer: PeerLearner, tmp_path: Path) -> None:

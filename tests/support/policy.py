@@ -27,6 +27,7 @@ def policy_values(model: Path, learner_port: int, cache: Path) -> dict[str, Any]
         "port": 0,
         "openai_port": 0,
         "metrics_port": 0,
+        "reflection": True,
         "cache_dir": cache,
         "dtype": "float32",
         "max_loras": SLOTS,
