@@ -13,14 +13,31 @@ REPLAYS = 15
 LEAST_CALLS = 8
 
 
-def microseconds(calls: Sequence[Call]) -> float:
-    """Median over replays of the mean time of a call. Each of `calls` does the same work on buffers of its own."""
-    rounds = -(-LEAST_CALLS // len(calls))
+def elapsed(call: Call) -> float:
+    """Microseconds of one call, waiting for the device."""
     if not torch.cuda.is_available():  # to try a script
         begun = time.perf_counter()
-        for call in calls:
-            call()
-        return 1e6 * (time.perf_counter() - begun) / len(calls)
+        call()
+        return 1e6 * (time.perf_counter() - begun)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return 1e3 * begin.elapsed_time(end)
+
+
+def eager(call: Call, repeats: int = 7) -> float:
+    """Median microseconds without a graph, after a warm-up: for calls that wait for the device in between."""
+    elapsed(call)
+    return statistics.median(elapsed(call) for _ in range(repeats))
+
+
+def microseconds(calls: Sequence[Call]) -> float:
+    """Median over replays of the mean time of a call. Each of `calls` does the same work on buffers of its own."""
+    if not torch.cuda.is_available():
+        return statistics.fmean(elapsed(call) for call in calls)
+    rounds = -(-LEAST_CALLS // len(calls))
     for call in calls:  # compiles, tunes, fills pools
         call()
     torch.cuda.synchronize()
@@ -30,15 +47,7 @@ def microseconds(calls: Sequence[Call]) -> float:
             for call in calls:
                 call()
     graph.replay()
-    taken = []
-    for _ in range(REPLAYS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        taken.append(1e3 * begin.elapsed_time(end) / (rounds * len(calls)))
-    return statistics.median(taken)
+    return statistics.median(elapsed(graph.replay) for _ in range(REPLAYS)) / (rounds * len(calls))
 
 
 def copies(bytes_each: int, most: int = 32) -> int:

@@ -11,6 +11,7 @@ same run measures. Random weights. Runs on the CPU too with `--models tiny`, to 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import platform
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_timing import copies, microseconds
+from gpu_timing import copies, eager, microseconds
 from qerld_kernels.dequantize import dequantize_unscaled
 from qerld_kernels.jit import can_launch
 from qerld_kernels.linear_logprob import Head, pair_logprobs
@@ -62,6 +63,16 @@ class Weight:
     @property
     def bytes(self) -> int:
         return self.packed.numel() + self.scale.numel()
+
+
+def library(module: str) -> Any:
+    """A module to compare with, where it is installed and there is a GPU; else None."""
+    if DEVICE == "cpu":
+        return None
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        return None
 
 
 def machine_limits() -> dict[str, float]:
@@ -121,14 +132,8 @@ def matmul_rows(models: list[str], tokens: list[int], limits: dict[str, float]) 
 
 def marlin_calls(weights: list[Weight], inputs: int) -> list[Callable[[Tensor], Tensor]] | None:
     """vLLM's product, on its own layout of random bytes."""
-    if DEVICE == "cpu":
-        return None
-    try:
-        from vllm.model_executor.layers.quantization.utils.marlin_utils_fp4 import (
-            apply_fp4_marlin_linear,
-            prepare_fp4_layer_for_marlin,
-        )
-    except ImportError:
+    marlin = library("vllm.model_executor.layers.quantization.utils.marlin_utils_fp4")
+    if marlin is None:
         return None
 
     def call(weight: Weight) -> Callable[[Tensor], Tensor]:
@@ -138,8 +143,8 @@ def marlin_calls(weights: list[Weight], inputs: int) -> list[Callable[[Tensor], 
         layer.weight = torch.nn.Parameter(weight.packed, requires_grad=False)
         layer.weight_scale = torch.nn.Parameter(weight.scale, requires_grad=False)
         layer.weight_global_scale = torch.nn.Parameter(weight.global_scale.clone(), False)
-        prepare_fp4_layer_for_marlin(layer)
-        return lambda x: apply_fp4_marlin_linear(
+        marlin.prepare_fp4_layer_for_marlin(layer)
+        return lambda x: marlin.apply_fp4_marlin_linear(
             x,
             layer.weight,
             layer.weight_scale,
@@ -154,11 +159,8 @@ def marlin_calls(weights: list[Weight], inputs: int) -> list[Callable[[Tensor], 
 
 def nf4_calls(plain: list[Tensor]) -> list[Callable[[Tensor], Tensor]] | None:
     """bitsandbytes' product: its own kernel for one token, else dequantised."""
-    if DEVICE == "cpu":
-        return None
-    try:
-        import bitsandbytes as bnb
-    except ImportError:
+    bnb = library("bitsandbytes")
+    if bnb is None:
         return None
 
     def call(weight: Tensor) -> Callable[[Tensor], Tensor]:
@@ -170,11 +172,7 @@ def nf4_calls(plain: list[Tensor]) -> list[Callable[[Tensor], Tensor]] | None:
 
 def norm_rows(models: list[str], tokens: list[int]) -> Iterator[dict[str, Any]]:
     """Norms with slot noise beside vLLM's, alone and with the residual added."""
-    try:
-        from vllm import _custom_ops as vllm_ops
-    except ImportError:
-        vllm_ops = None
-    vllm_ops = vllm_ops if DEVICE == "cuda" else None
+    vllm_ops = library("vllm._custom_ops")
     for model, count in product(models, tokens):
         channels = MODELS[model]["gate_up"][1]
         weight = torch.rand(channels, dtype=DTYPE, device=DEVICE)
@@ -200,11 +198,7 @@ def norm_rows(models: list[str], tokens: list[int]) -> Iterator[dict[str, Any]]:
 
 def head_rows(models: list[str], tokens: list[int]) -> Iterator[dict[str, Any]]:
     """Log-probability, entropy and gradient of hidden states: time and extra memory."""
-    try:
-        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as Liger
-    except ImportError:
-        Liger = None
-    Liger = Liger if DEVICE == "cuda" else None
+    liger_ops = library("liger_kernel.ops.fused_linear_cross_entropy")
     for model, count in product(models, tokens):
         channels, vocabulary = MODELS[model]["gate_up"][1], VOCABULARY[model]
         weight = 0.02 * torch.randn(vocabulary, channels, dtype=DTYPE, device=DEVICE)
@@ -227,30 +221,15 @@ def head_rows(models: list[str], tokens: list[int]) -> Iterator[dict[str, Any]]:
                 torch.autograd.grad(table.gather(1, targets[start : start + 512, None]).sum(), hidden)
 
         def liger(hidden: Tensor = hidden, weight: Tensor = weight, targets: Tensor = targets) -> None:
-            loss = Liger.apply(hidden, weight, targets, None, None, -100, 0.0, 0.0, "sum")
+            function = liger_ops.LigerFusedLinearCrossEntropyFunction
+            loss = function.apply(hidden, weight, targets, None, None, -100, 0.0, 0.0, "sum")
             torch.autograd.grad(loss[0] if isinstance(loss, tuple) else loss, hidden)
 
         row: dict[str, Any] = {"model": model, "tokens": count}
-        for name, call in (("ours", ours), ("torch_chunked", chunked), ("liger", liger if Liger else None)):
+        for name, call in (("ours", ours), ("torch_chunked", chunked), ("liger", liger if liger_ops else None)):
             if call is not None:
                 row |= {f"{name}_us": eager(call), f"{name}_extra_bytes": extra_memory(call)}
         yield row
-
-
-def eager(call: Callable[[], None], repeats: int = 7) -> float:
-    """Median microseconds without a graph: these wait for the device in between."""
-    taken = []
-    for _ in range(1 + repeats):
-        if DEVICE == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            call()
-            end.record()
-            end.synchronize()
-            taken.append(1e3 * begin.elapsed_time(end))
-        else:
-            taken.append(microseconds([call]))
-    return sorted(taken[1:])[repeats // 2]
 
 
 def extra_memory(call: Callable[[], None]) -> int:

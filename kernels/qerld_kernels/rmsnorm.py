@@ -78,27 +78,12 @@ def add_rmsnorm_slots(
 
 
 @rmsnorm_slots.register_fake
-def _(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    noise_table: torch.Tensor,
-    slots: torch.Tensor,
-    eps: float,
-    unit_offset: bool = False,
-) -> torch.Tensor:
+def _(x: torch.Tensor, *_others: object) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @add_rmsnorm_slots.register_fake
-def _(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    noise_table: torch.Tensor,
-    slots: torch.Tensor,
-    eps: float,
-    unit_offset: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _(x: torch.Tensor, *_others: object) -> tuple[torch.Tensor, torch.Tensor]:
     like = torch.empty_like(x, memory_format=torch.contiguous_format)
     return like, torch.empty_like(like)
 
