@@ -265,7 +265,7 @@ def compile_plan(chosen: Plan) -> None:
 
 
 def tune_rows(models: list[str], processes: int) -> Iterator[dict[str, Any]]:
-    """The three fastest plans for each layer and M."""
+    """The eight fastest plans for each layer and M."""
     every = sorted({plan for tokens in TUNED for plan in plans(tokens)}, key=str)
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         list(pool.map(compile_plan, every, chunksize=4))
@@ -282,7 +282,7 @@ def tune_rows(models: list[str], processes: int) -> Iterator[dict[str, Any]]:
                     taken.append((microseconds(calls), chosen))
                 except Exception as error:  # too large for the machine
                     print(f"{chosen}: {type(error).__name__}", flush=True)
-            best = sorted(taken, key=lambda pair: pair[0])[:3]
+            best = sorted(taken, key=lambda pair: pair[0])[:8]
             yield {"model": model, "layer": layer, "tokens": tokens, "best": [[us, asdict(p)] for us, p in best]}
 
 
