@@ -26,10 +26,13 @@ from typing import Any
 import torch
 from gpu_timing import copies, eager, microseconds
 from qerld_kernels.dequantize import dequantize_unscaled
+from qerld_kernels.fused_product import Plan, fused_product
 from qerld_kernels.jit import can_launch
 from qerld_kernels.linear_logprob import Head, pair_logprobs
-from qerld_kernels.matmul import Plan, fused_product, matmul, matmul_backward, matmul_reference, remember_scale
+from qerld_kernels.matmul import matmul, matmul_reference, remember_scale
 from qerld_kernels.rmsnorm import add_rmsnorm_slots, rmsnorm_slots
+from qerld_kernels.tiles import Tiles, dequantize_tiles, tile
+from qerld_learner.trainer.nvfp4_linear import scaled_product
 from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -48,21 +51,26 @@ TUNED = [16, 32, 64, 128, 256, 512]
 
 @dataclass
 class Weight:
-    """An NVFP4 weight of random bytes within the format's rules."""
+    """An NVFP4 weight of random bytes within the format's rules, in the checkpoint's layout and in tiles."""
 
     packed: Tensor
     scale: Tensor
+    tiles: Tiles
     global_scale: Tensor
 
     @staticmethod
     def random(outputs: int, inputs: int) -> Weight:
         codes = torch.randint(0x20, 0x60, (outputs, inputs // 16), dtype=torch.uint8, device=DEVICE)
         packed = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8, device=DEVICE)
-        return Weight(packed, codes.view(torch.float8_e4m3fn), remember_scale(torch.tensor(1e-3, device=DEVICE)))
+        scale = codes.view(torch.float8_e4m3fn)
+        return Weight(packed, scale, tile(packed, scale), remember_scale(torch.tensor(1e-3, device=DEVICE)))
 
     @property
     def bytes(self) -> int:
         return self.packed.numel() + self.scale.numel()
+
+    def product(self, x: Tensor) -> Tensor:
+        return matmul(x, self.tiles.words, self.tiles.scale, self.global_scale, self.packed.shape[0])
 
 
 def library(module: str) -> Any:
@@ -76,29 +84,33 @@ def library(module: str) -> Any:
 
 
 def machine_limits() -> dict[str, float]:
-    """Bytes a second of a copy (read and written), and operations a second of a large bf16 product."""
-    size = 1 << (30 if DEVICE == "cuda" else 20)
-    source, target = (torch.empty(size, dtype=torch.uint8, device=DEVICE) for _ in range(2))
-    bandwidth = 2 * size / (1e-6 * microseconds([lambda: target.copy_(source)]))
-    side = 8192 if DEVICE == "cuda" else 256
-    left, right = (torch.randn(side, side, dtype=DTYPE, device=DEVICE) for _ in range(2))
-    rate = 2 * side**3 / (1e-6 * microseconds([lambda: left @ right]))
+    """Bytes a second of a copy (read and written); operations a second of a bf16 product, the best of some sizes."""
+    source, target = (torch.zeros(1 << (29 if DEVICE == "cuda" else 18), dtype=DTYPE, device=DEVICE) for _ in range(2))
+    # A kernel: torch's copy of equal dtypes is the driver's, at two thirds of this on an H200.
+    bandwidth = 2 * source.nbytes / (1e-6 * microseconds([lambda: torch.mul(source, 2, out=target)]))
+    rate = 0.0
+    for side in (2048, 4096, 8192) if DEVICE == "cuda" else (256,):
+        left, right = (torch.randn(side, side, dtype=DTYPE, device=DEVICE) for _ in range(2))
+        rate = max(rate, 2 * side**3 / (1e-6 * microseconds([lambda a=left, b=right: a @ b])))
     return {"copy_bytes_per_s": bandwidth, "product_flops": rate}
 
 
 def dequantize_rows(models: list[str], limits: dict[str, float]) -> Iterator[dict[str, Any]]:
-    """Packed to bf16: share of the copy bandwidth."""
+    """Packed and tiled to bf16: share of the copy bandwidth."""
     for model, (layer, (outputs, inputs)) in layers(models):
         weights = [Weight.random(outputs, inputs) for _ in range(copies(outputs * inputs * 5 // 2))]
         out = torch.empty(outputs, inputs, dtype=DTYPE, device=DEVICE)
-        took = microseconds([lambda w=w: dequantize_unscaled(w.packed, w.scale, out=out) for w in weights])
-        moved = weights[0].bytes + 2 * outputs * inputs
-        yield {
-            "model": model,
-            "layer": layer,
-            "us": took,
-            "share_of_copy_bandwidth": moved / (1e-6 * took) / limits["copy_bytes_per_s"],
+        calls = {
+            "packed": [lambda w=w: dequantize_unscaled(w.packed, w.scale, out=out) for w in weights],
+            "tiles": [lambda w=w: dequantize_tiles(w.tiles, outputs, inputs, DTYPE) for w in weights],
         }
+        row: dict[str, Any] = {"model": model, "layer": layer}
+        moved = weights[0].bytes + 2 * outputs * inputs
+        for name, some in calls.items():
+            took = microseconds(some)
+            share = moved / (1e-6 * took) / limits["copy_bytes_per_s"]
+            row |= {f"{name}_us": took, f"{name}_share_of_copy_bandwidth": share}
+        yield row
 
 
 def matmul_rows(models: list[str], tokens: list[int], limits: dict[str, float]) -> Iterator[dict[str, Any]]:
@@ -116,18 +128,21 @@ def matmul_rows(models: list[str], tokens: list[int], limits: dict[str, float]) 
             )
             row: dict[str, Any] = {"model": model, "layer": layer, "tokens": count, "floor_us": 1e6 * floor}
             row["bf16_us"] = microseconds([lambda w=w: x @ w.T for w in plain])
-            row["ours_us"] = microseconds([lambda w=w: matmul(x, w.packed, w.scale, w.global_scale) for w in weights])
+            row["ours_us"] = microseconds([lambda w=w: w.product(x) for w in weights])
             row["bf16_backward_us"] = microseconds([lambda w=w: grad @ w for w in plain])
-            row["ours_backward_us"] = microseconds(
-                [lambda w=w: matmul_backward(grad, w.packed, w.scale, w.global_scale) for w in weights]
-            )
+            row["ours_backward_us"] = microseconds([lambda w=w: backward(grad, w) for w in weights])
             for name, calls in others.items():
                 if calls is not None:
                     row[f"{name}_us"] = microseconds([lambda call=call: call(x) for call in calls])
-            wanted = matmul_reference(x[:64], weights[0].packed, weights[0].scale, weights[0].global_scale)
-            found = matmul(x, weights[0].packed, weights[0].scale, weights[0].global_scale)[:64]
+            wanted = matmul_reference(x[:64], weights[0].tiles, outputs, weights[0].global_scale)
+            found = weights[0].product(x)[:64]
             row["largest_difference"] = float((found - wanted).abs().max() / wanted.abs().max())
             yield row
+
+
+def backward(grad: Tensor, weight: Weight) -> Tensor:
+    """As the trainer does it: dequantised, then the library's product."""
+    return scaled_product(grad, dequantize_unscaled(weight.packed, weight.scale), 1e-3)
 
 
 def marlin_calls(weights: list[Weight], inputs: int) -> list[Callable[[Tensor], Tensor]] | None:
@@ -244,24 +259,24 @@ def extra_memory(call: Callable[[], None]) -> int:
 
 def plans(tokens: int) -> list[Plan]:
     """Plans worth trying for this many tokens."""
-    tiles = [t for t in (16, 32, 64, 128, 256) if t <= max(16, 1 << (tokens - 1).bit_length())][-2:]
+    tile = max(8, min(256, 1 << (tokens - 1).bit_length()))
     found = []
-    for tile, outputs, inputs, split, (warps, stages) in product(
-        tiles, (64, 128, 256), (128, 256), (1, 2, 4, 8), ((4, 2), (4, 3), (4, 4), (8, 2), (8, 3), (8, 4))
+    for width, groups, inputs, stages, programs in product(
+        sorted({tile, min(tile, 128)}), (1, 2, 3), (64, 128, 256), (2, 3, 4, 5, 6, 8), (1, 2, 3, 4, 5)
     ):
-        registers = tile * outputs // (32 * warps)  # of the sum alone
-        shared = stages * inputs * (outputs // 2 + 2 * tile)
-        crowded = registers > 160 or shared > 220_000 or (outputs < 128 and warps == 8)
-        if not crowded and (split == 1 or tokens <= 128):
-            found.append(Plan(tile, outputs, inputs, split, warps, stages))
+        plan = Plan(width, groups, inputs, stages, programs)
+        shared = stages * inputs // 64 * (128 * width + 2304 * groups) + 64 * width + 4096
+        waiting = groups * programs * stages * inputs * 36  # bytes of W̃ in flight, of which memory wants some 30 KB
+        if shared * programs <= 227 << 10 and plan.own_registers >= width // 2 + 56 and waiting > 24 << 10:
+            found.append(plan)
     return found
 
 
 def compile_plan(chosen: Plan) -> None:
     """In a process of its own: fills Triton's cache."""
-    weight = Weight.random(chosen.outputs, 16 * chosen.inputs)
-    x = torch.randn(chosen.tokens, 16 * chosen.inputs, dtype=DTYPE, device=DEVICE)
-    fused_product(x, weight.packed, weight.scale, 1.0, chosen)
+    weight = Weight.random(1024, 2048)
+    x = torch.randn(chosen.tokens, 2048, dtype=DTYPE, device=DEVICE)
+    fused_product(x, weight.tiles, 1024, 1.0, chosen)
 
 
 def tune_rows(models: list[str], processes: int) -> Iterator[dict[str, Any]]:
@@ -275,10 +290,8 @@ def tune_rows(models: list[str], processes: int) -> Iterator[dict[str, Any]]:
             x = torch.randn(tokens, inputs, dtype=DTYPE, device=DEVICE)
             taken: list[tuple[float, Plan]] = []
             for chosen in plans(tokens):
-                if inputs // chosen.inputs < 2 * chosen.split:
-                    continue
                 try:
-                    calls = [lambda w=w, p=chosen: fused_product(x, w.packed, w.scale, 1.0, p) for w in weights]
+                    calls = [lambda w=w, p=chosen: fused_product(x, w.tiles, outputs, 1.0, p) for w in weights]
                     taken.append((microseconds(calls), chosen))
                 except Exception as error:  # too large for the machine
                     print(f"{chosen}: {type(error).__name__}", flush=True)

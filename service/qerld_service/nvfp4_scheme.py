@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from qerld_kernels.matmul import matmul, remember_scale
 from qerld_kernels.nvfp4 import BLOCK, Nvfp4Tensor, dequantize, flush_scales
+from qerld_kernels.tiles import tile
 from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsScheme
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.parameter import GroupQuantScaleParameter, ModelWeightParameter, PerTensorScaleParameter
 
-__all__ = ["DequantisedNvfp4", "PackedNvfp4", "register_nvfp4", "register_packed_nvfp4"]
+__all__ = ["DequantisedNvfp4", "TiledNvfp4", "register_nvfp4", "register_tiled_nvfp4"]
 
 logger = logging.getLogger(__name__)
 
@@ -86,31 +87,35 @@ class DequantisedNvfp4(_Nvfp4):
         return result
 
 
-class PackedNvfp4(_Nvfp4):
-    """On a GPU: keeps the checkpoint's bytes, of which there is no other copy, and multiplies by our kernels."""
+class TiledNvfp4(_Nvfp4):
+    """On a GPU: keeps the weight in tiles, of which there is no other copy, and multiplies by our kernels."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """The names under which vLLM's LoRA looks for a layer's device stay."""
         tensor = self.take(layer)
-        layer.weight_packed = torch.nn.Parameter(tensor.packed, requires_grad=False)
-        layer.weight_scale = torch.nn.Parameter(tensor.scale, requires_grad=False)
+        tiles = tile(tensor.packed, tensor.scale)
+        layer.weight_packed = torch.nn.Parameter(tiles.words, requires_grad=False)
+        layer.weight_scale = torch.nn.Parameter(tiles.scale, requires_grad=False)
         layer.weight_global_scale = torch.nn.Parameter(tensor.global_scale, requires_grad=False)
+        layer.outputs = tensor.shape[0]
         remember_scale(layer.weight_global_scale.data)
 
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., in] → [..., out]."""
         rows = x.reshape(-1, x.shape[-1])
-        y: torch.Tensor = matmul(rows, layer.weight_packed, layer.weight_scale, layer.weight_global_scale)
+        y: torch.Tensor = matmul(
+            rows, layer.weight_packed, layer.weight_scale, layer.weight_global_scale, layer.outputs
+        )
         y = y.view(*x.shape[:-1], y.shape[-1])
         return y if bias is None else y + bias
 
 
-def register_packed_nvfp4() -> None:
+def register_tiled_nvfp4() -> None:
     """Multiply by our kernels on a GPU, in this process; checkpoints with quantised activations stay with vLLM."""
     stock = compressed_tensors.CompressedTensorsW4A4Fp4
 
     def scheme(use_a16: bool = False) -> CompressedTensorsScheme:
-        return PackedNvfp4() if use_a16 else stock(use_a16=False)
+        return TiledNvfp4() if use_a16 else stock(use_a16=False)
 
     compressed_tensors.CompressedTensorsW4A4Fp4 = scheme
 

@@ -63,9 +63,9 @@ def register() -> None:
 
         register_fp32_logits()
         if os.environ.get(NVFP4_KERNEL) == "qerld":
-            from qerld_service.nvfp4_scheme import register_packed_nvfp4
+            from qerld_service.nvfp4_scheme import register_tiled_nvfp4
 
-            register_packed_nvfp4()
+            register_tiled_nvfp4()
     if current_platform.is_cpu():
         from qerld_service.cpu_lora import register_cpu_lora
         from qerld_service.nvfp4_scheme import register_nvfp4

@@ -1,0 +1,425 @@
+"""y = (x · W̃ᵀ) · g with W̃ decoded on its way into the tensor cores, for Hopper GPUs.
+
+Written in Gluon, Triton's lower level (`triton.experimental.gluon`), since the products of `tl.dot` wait for each other
+when an operand is made in registers. A program is one loading warp and one to three warpgroups, each with its own 64
+outputs. The loading warp moves tiles of W̃ (`tiles.py`) and of x through a ring in shared memory by TMA; a warpgroup
+decodes 64 × 64 weights into registers, where they are the left operand of `wgmma`, while its product before runs. The
+result is W̃ · xᵀ: only the left operand may come from registers, and tokens may then be as few as 8.
+
+Decoding: a nibble's bits, where sign, exponent and mantissa of a bf16 (fp16) number are, are e2m1 · 2⁻¹²⁶ (2⁻¹⁴),
+subnormals included; a scale's are e4m3 · 2⁻¹²⁰ (2⁻⁸), to which 239 (15) is added in the exponent. The product of both
+is W̃ · 2⁻⁷, exact; the end multiplies by g · 2⁷.
+
+Stream-K (arXiv 2301.03598): the programs, as many as fit on the GPU at once, share all steps of all tiles evenly. What
+they hold of a tile that others worked on as well goes to a buffer, and a second kernel adds the pieces in order, so
+that results do not depend on timing.
+
+Legend: M tokens, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qerld_kernels.jit import INTERPRETED, constant, jit, tl
+from qerld_kernels.tiles import SIDE, Tiles, check_tiles
+
+try:
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.hopper import (
+        fence_async_shared,
+        mbarrier,
+        tma,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    # Named so since Triton 3.9.
+    copy_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+except ImportError:  # no Triton, or one before Gluon knew Hopper
+    gluon = None
+
+__all__ = ["Plan", "can_fuse", "fused_product"]
+
+_LOADER_REGISTERS = 24
+_MOST_REGISTERS = 232
+_REGISTER_FILE = 65536
+_PIECE_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to share the work.
+
+    tokens: of a tile, 8 to 256; groups: warpgroups of a program, 1 to 3, 64 outputs each; inputs: of a step, 64, 128
+    or 256; stages: steps in flight; programs: on each multiprocessor, whose registers they divide among them.
+    """
+
+    tokens: int
+    groups: int
+    inputs: int
+    stages: int
+    programs: int
+
+    @property
+    def registers(self) -> int:
+        """A thread's, on average; the loading warp counts as a warpgroup."""
+        return min(168, _REGISTER_FILE // (128 * (self.groups + 1) * self.programs) // 8 * 8)
+
+    @property
+    def own_registers(self) -> int:
+        """Of a computing warpgroup's threads, to which go those that the loading warp leaves."""
+        share = (self.registers * (self.groups + 1) - _LOADER_REGISTERS) // self.groups
+        return min(_MOST_REGISTERS, share // 8 * 8)
+
+
+def can_fuse(x: Tensor) -> bool:
+    """Whether the kernel runs where x is: Hopper, with a Triton that has Gluon."""
+    return gluon is not None and not INTERPRETED and x.is_cuda and _capability(x.device)[0] == 9
+
+
+def fused_product(x: Tensor, tiles: Tiles, outputs: int, scale: float, plan: Plan) -> Tensor:
+    """Return (x · W̃ᵀ) · scale [M, N] for x [M, K] in bf16 or fp16.
+
+    Raises:
+        ValueError: a shape, dtype or layout does not fit, or the product is too large for 32-bit places.
+    """
+    tokens, inputs = x.shape
+    check_tiles(tiles, outputs, inputs)
+    y = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
+    if tokens == 0:
+        return y
+    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:  # TMA reads rows at multiples of 16 bytes
+        x = x.contiguous().clone()
+    tile_rows, columns = -(-outputs // (SIDE * plan.groups)), tiles.words.shape[1]
+    token_tiles, chunk = -(-tokens // plan.tokens), plan.inputs // SIDE
+    steps = -(-columns // chunk)
+    work = tile_rows * token_tiles * steps
+    programs = min(_multiprocessors(x.device) * plan.programs, work)
+    if work * (programs + 1) >= 1 << 31:
+        raise ValueError(f"x: {tokens} tokens are too many for {outputs} outputs and {inputs} inputs; split x")
+    pieces = torch.empty(programs * 2 * plan.groups * SIDE * plan.tokens, dtype=torch.float32, device=x.device)
+    _kernel[(programs,)](
+        TensorDescriptor(x, [tokens, inputs], [x.stride(0), 1], [plan.tokens, SIDE], gl.NVMMASharedLayout(128, 16, 2)),
+        _flat(tiles.words, 256 * chunk, 64),
+        _flat(tiles.scale, SIDE * chunk, 32),
+        y, pieces, scale * 2**7, tokens, outputs, columns, token_tiles,
+        GROUPS=plan.groups, TOKENS=plan.tokens, CHUNK=chunk, STAGES=plan.stages, LOADER_REGISTERS=_LOADER_REGISTERS,
+        REGISTERS=plan.own_registers, num_warps=4, maxnreg=plan.registers,
+    )  # fmt: skip
+    if work % programs or work // programs % steps:  # some tile was shared
+        rows = min(plan.tokens, _PIECE_TOKENS)
+        _add_pieces[(tile_rows * token_tiles, plan.groups * (plan.tokens // rows))](
+            pieces, y, scale * 2**7, tokens, outputs, steps, token_tiles, programs, work,
+            GROUPS=plan.groups, TOKENS=plan.tokens, ROWS=rows, num_warps=4,
+        )  # fmt: skip
+    return y
+
+
+def _flat(tensor: Tensor, block: int, bits: int) -> Any:
+    return TensorDescriptor(tensor, [tensor.numel()], [1], [block], gl.NVMMASharedLayout(0, bits, 1))
+
+
+@lru_cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+@lru_cache
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _gluon(kernel: Any) -> Any:
+    return kernel if gluon is None else gluon.jit(kernel)
+
+
+def _decoding(bf16: bool) -> str:
+    """PTX: two words in $4; their plane j times the scales of $(5 + 2 j) in $j."""
+    if bf16:
+        planes = """
+            and.b32 $0, $4, 0x81C081C0;
+            shl.b32 t, $4, 3; and.b32 $1, t, 0x81C081C0;
+            shl.b32 t, $4, 6; and.b32 $2, t, 0x81C081C0;
+            shr.u32 t, $4, 6; and.b32 m, t, 0x01800180;
+            shl.b32 t, $4, 4; lop3.b32 m, t, 0x80008000, m, 0xEA;
+            shr.u32 t, $4, 4; lop3.b32 $3, t, 0x00400040, m, 0xEA;"""
+    else:
+        planes = """
+            shl.b32 t, $4, 3; and.b32 m, t, 0x0E000E00; lop3.b32 $0, $4, 0x80008000, m, 0xEA;
+            shl.b32 u, $4, 6; and.b32 m, u, 0x0E000E00; lop3.b32 $1, t, 0x80008000, m, 0xEA;
+            shl.b32 t, $4, 9; and.b32 m, t, 0x0E000E00; lop3.b32 $2, u, 0x80008000, m, 0xEA;
+            shr.u32 t, $4, 3; and.b32 m, t, 0x0C000C00;
+            shl.b32 t, $4, 4; lop3.b32 m, t, 0x80008000, m, 0xEA;
+            shr.u32 t, $4, 1; lop3.b32 $3, t, 0x02000200, m, 0xEA;"""  # lop3 0xEA: (a & b) | c
+    kind = "bf16x2" if bf16 else "f16x2"
+    products = " ".join(f"mul.rn.{kind} ${plane}, ${plane}, ${5 + 2 * plane};" for plane in range(4))
+    return f"{{ .reg .b32 t, u, m; {planes} {products} }}"
+
+
+def _scaling(bf16: bool) -> str:
+    """PTX: byte j of $4, an e4m3 number, as two bf16 or fp16 numbers times 2¹¹⁹ or 2⁷ in $j."""
+    times, plus = ("0x00100010", "0x77807780") if bf16 else ("0x00800080", "0x3C003C00")
+    planes = (f"prmt.b32 t, $4, 0, 0x444{plane}; mad.lo.u32 ${plane}, t, {times}, {plus};" for plane in range(4))
+    return f"{{ .reg .b32 t; {' '.join(planes)} }}"
+
+
+_DECODE_BF16, _DECODE_FP16 = constant(_decoding(True)), constant(_decoding(False))
+_SCALE_BF16, _SCALE_FP16 = constant(_scaling(True)), constant(_scaling(False))
+# Triton 3.6 has it under a private name.
+_PUBLIC_REINTERPRET = constant(gluon is not None and hasattr(gl.shared_memory_descriptor, "reinterpret"))
+_DECODE_REGISTERS = constant("=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r")
+_SCALE_REGISTERS = constant("=&r,=&r,=&r,=&r,r")
+
+
+@_gluon
+def _kernel(
+    x_desc, words_desc, scale_desc, y_ptr, pieces_ptr, factor, tokens, outputs, columns, token_tiles,
+    GROUPS: gl.constexpr, TOKENS: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
+    LOADER_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Share the work among the warps."""
+    BF16: gl.constexpr = y_ptr.dtype.element_ty == gl.bfloat16
+    x_ring = gl.allocate_shared_memory(y_ptr.dtype.element_ty, [STAGES * CHUNK, TOKENS, 64], x_desc.layout)
+    words_ring = gl.allocate_shared_memory(gl.int64, [STAGES * GROUPS, CHUNK * 256], words_desc.layout)
+    scale_ring = gl.allocate_shared_memory(gl.int32, [STAGES * GROUPS, CHUNK * 64], scale_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), 1)
+        mbarrier.init(empty.index(stage), GROUPS)
+    fence_async_shared()
+    # Compile-time arguments stay such only in a literal tuple, hence the repetition.
+    if GROUPS == 1:
+        gl.warp_specialize([
+            (_multiply, (x_ring, words_ring, scale_ring, full, empty, y_ptr, pieces_ptr, factor, tokens, outputs,
+                         columns, token_tiles, GROUPS, TOKENS, CHUNK, STAGES, BF16, 0)),
+            (_load, (x_desc, words_desc, scale_desc, x_ring, words_ring, scale_ring, full, empty, outputs, columns,
+                     token_tiles, GROUPS, TOKENS, CHUNK, STAGES)),
+        ], [1], [LOADER_REGISTERS])  # fmt: skip
+    elif GROUPS == 2:
+        gl.warp_specialize([
+            (_multiply, (x_ring, words_ring, scale_ring, full, empty, y_ptr, pieces_ptr, factor, tokens, outputs,
+                         columns, token_tiles, GROUPS, TOKENS, CHUNK, STAGES, BF16, 0)),
+            (_multiply, (x_ring, words_ring, scale_ring, full, empty, y_ptr, pieces_ptr, factor, tokens, outputs,
+                         columns, token_tiles, GROUPS, TOKENS, CHUNK, STAGES, BF16, 1)),
+            (_load, (x_desc, words_desc, scale_desc, x_ring, words_ring, scale_ring, full, empty, outputs, columns,
+                     token_tiles, GROUPS, TOKENS, CHUNK, STAGES)),
+        ], [4, 1], [REGISTERS, LOADER_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_multiply, (x_ring, words_ring, scale_ring, full, empty, y_ptr, pieces_ptr, factor, tokens, outputs,
+                         columns, token_tiles, GROUPS, TOKENS, CHUNK, STAGES, BF16, 0)),
+            (_multiply, (x_ring, words_ring, scale_ring, full, empty, y_ptr, pieces_ptr, factor, tokens, outputs,
+                         columns, token_tiles, GROUPS, TOKENS, CHUNK, STAGES, BF16, 1)),
+            (_multiply, (x_ring, words_ring, scale_ring, full, empty, y_ptr, pieces_ptr, factor, tokens, outputs,
+                         columns, token_tiles, GROUPS, TOKENS, CHUNK, STAGES, BF16, 2)),
+            (_load, (x_desc, words_desc, scale_desc, x_ring, words_ring, scale_ring, full, empty, outputs, columns,
+                     token_tiles, GROUPS, TOKENS, CHUNK, STAGES)),
+        ], [4, 4, 1], [REGISTERS, REGISTERS, LOADER_REGISTERS])  # fmt: skip
+
+
+@_gluon
+def _share(outputs, columns, token_tiles, GROUPS: gl.constexpr, CHUNK: gl.constexpr):
+    """Steps of a tile, steps of all tiles, and this program's range of them."""
+    steps = gl.cdiv(columns, CHUNK)
+    work = gl.cdiv(outputs, 64 * GROUPS) * token_tiles * steps
+    programs = gl.num_programs(0)
+    own = gl.program_id(0)
+    return steps, work, own * work // programs, (own + 1) * work // programs
+
+
+@_gluon
+def _load(
+    x_desc, words_desc, scale_desc, x_ring, words_ring, scale_ring, full, empty, outputs, columns, token_tiles,
+    GROUPS: gl.constexpr, TOKENS: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Fill the ring, step after step, across tiles."""
+    steps, _work, begin, end = _share(outputs, columns, token_tiles, GROUPS, CHUNK)
+    for unit in range(begin, end):
+        turn = unit - begin
+        tile = unit // steps
+        column = (unit - tile * steps) * CHUNK
+        token = (tile % token_tiles) * TOKENS
+        row = (tile // token_tiles) * GROUPS
+        stage = turn % STAGES
+        mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
+        arrived = full.index(stage)
+        mbarrier.expect(arrived, CHUNK * TOKENS * 128 + GROUPS * CHUNK * (2048 + 256))
+        for group in gl.static_range(GROUPS):
+            at = (row + group) * columns + column
+            place = stage * GROUPS + group
+            copy_tile(words_desc, [at * 256], arrived, words_ring.index(place))
+            copy_tile(scale_desc, [at * 64], arrived, scale_ring.index(place))
+        for part in gl.static_range(CHUNK):
+            place = stage * CHUNK + part
+            copy_tile(x_desc, [token, (column + part) * 64], arrived, x_ring.index(place))
+
+
+@_gluon
+def _multiply(
+    x_ring, words_ring, scale_ring, full, empty, y_ptr, pieces_ptr, factor, tokens, outputs, columns, token_tiles,
+    GROUPS: gl.constexpr, TOKENS: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, BF16: gl.constexpr,
+    GROUP: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup: 64 outputs of each of the program's tiles."""
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
+    steps, work, unit, end = _share(outputs, columns, token_tiles, GROUPS, CHUNK)
+    programs = gl.num_programs(0)
+    own = gl.program_id(0)
+    turn = 0
+    while unit < end:
+        tile = unit // steps
+        first = unit - tile * steps
+        last = gl.minimum(end - tile * steps, steps)
+        total = gl.zeros([64, TOKENS], gl.float32, mma)
+        stage = turn % STAGES
+        mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
+        words, scales = _fetch(words_ring, scale_ring, stage * GROUPS + GROUP, CHUNK)
+        weight = _decode(words[0], scales[0], mma, BF16)
+        for _step in range(first, last - 1):
+            for part in gl.static_range(CHUNK - 1):
+                x = x_ring.index(stage * CHUNK + part).permute((1, 0))
+                total = warpgroup_mma(weight, x, total, is_async=True)
+                # Among what is waited for, or the compiler would decode after the wait.
+                after = _decode(words[part + 1], scales[part + 1], mma, BF16)
+                total, weight, after = warpgroup_mma_wait(0, deps=[total, weight, after])
+                weight = after
+            turn += 1
+            following = turn % STAGES
+            mbarrier.wait(full.index(following), (turn // STAGES) & 1)
+            words, scales = _fetch(words_ring, scale_ring, following * GROUPS + GROUP, CHUNK)
+            x = x_ring.index(stage * CHUNK + CHUNK - 1).permute((1, 0))
+            total = warpgroup_mma(weight, x, total, is_async=True)
+            after = _decode(words[0], scales[0], mma, BF16)
+            total, weight, after = warpgroup_mma_wait(0, deps=[total, weight, after])
+            weight = after
+            mbarrier.arrive(empty.index(stage))
+            stage = following
+        for part in gl.static_range(CHUNK):
+            x = x_ring.index(stage * CHUNK + part).permute((1, 0))
+            total = warpgroup_mma(weight, x, total, is_async=True)
+            if part < CHUNK - 1:
+                after = _decode(words[part + 1], scales[part + 1], mma, BF16)
+                total, weight, after = warpgroup_mma_wait(0, deps=[total, weight, after])
+                weight = after
+            else:
+                total, weight = warpgroup_mma_wait(0, deps=[total, weight])
+        mbarrier.arrive(empty.index(stage))
+        turn += 1
+        if last - first == steps:
+            row = (tile // token_tiles) * GROUPS + GROUP
+            _store(total, y_ptr, factor, tokens, outputs, row * 64, (tile % token_tiles) * TOKENS, TOKENS)
+        else:
+            head = ((tile * steps + 1) * programs - 1) // work  # the program with the tile's first step
+            slot = (own * 2 + (head == own).to(gl.int32)) * GROUPS + GROUP
+            n = gl.arange(0, 64, gl.SliceLayout(1, mma))[:, None]
+            m = gl.arange(0, TOKENS, gl.SliceLayout(0, mma))[None, :]
+            gl.store(pieces_ptr + slot.to(gl.int64) * (64 * TOKENS) + n * TOKENS + m, total)
+        unit = tile * steps + last
+
+
+@_gluon
+def _fetch(words_ring, scale_ring, place, CHUNK: gl.constexpr):
+    """The words and scales of a step's tiles, each a tuple of `CHUNK`, in registers."""
+    # A thread's eight words, or two scales, of a tile are side by side; four lanes hold the same scales.
+    words_layout: gl.constexpr = gl.DistributedLinearLayout(
+        [[1], [2], [4]] + ([] if CHUNK == 1 else [[1024]] if CHUNK == 2 else [[1024], [2048]]),
+        [[8], [16], [32], [64], [128]], [[256], [512]], [], [1024 * CHUNK],
+    )  # fmt: skip
+    scale_layout: gl.constexpr = gl.DistributedLinearLayout(
+        [[1]] + ([] if CHUNK == 1 else [[64]] if CHUNK == 2 else [[64], [128]]),
+        [[0], [0], [2], [4], [8]], [[16], [32]], [], [64 * CHUNK],
+    )  # fmt: skip
+    flat: gl.constexpr = gl.NVMMASharedLayout(0, 16, 1)
+    if _PUBLIC_REINTERPRET:
+        words = words_ring.index(place).reinterpret(gl.uint16, [1024 * CHUNK], flat)
+    else:
+        words = words_ring.index(place)._reinterpret(gl.uint16, [1024 * CHUNK], flat)
+    scales = scale_ring.index(place).load(scale_layout)
+    return _parts(words.load(words_layout), CHUNK), _parts(scales, CHUNK)
+
+
+@_gluon
+def _parts(values, CHUNK: gl.constexpr):
+    """[CHUNK · n] as a tuple of [n]."""
+    n: gl.constexpr = values.shape[0] // CHUNK
+    if CHUNK == 1:
+        return (values,)
+    elif CHUNK == 2:  # noqa: RET505 - Gluon compiles what follows a return too
+        a, b = gl.split(gl.permute(gl.reshape(values, [2, n]), (1, 0)))
+        return (a, b)
+    else:
+        low, high = gl.split(gl.permute(gl.reshape(values, [2, 2, n]), (2, 1, 0)))
+        a, b = gl.split(low)
+        c, d = gl.split(high)
+        return (a, b, c, d)
+
+
+@_gluon
+def _decode(words, scales, mma: gl.constexpr, BF16: gl.constexpr):
+    """W̃ · 2⁻⁷ [64, 64] as a left operand. No value moves between threads: the layouts say so, and are checked."""
+    dot: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    words = gl.reshape(words, [2, 2, 2, 2, 2, 2, 2, 2, 2, 2])
+    words = gl.reshape(gl.permute(words, (0, 1, 8, 2, 3, 4, 7, 5, 6, 9)), [64, 16])
+    words = gl.convert_layout(words, dot, assert_trivial=True)
+    scales = gl.reshape(gl.permute(gl.reshape(scales, [2, 2, 2, 2, 2, 2]), (0, 1, 5, 2, 3, 4)), [64])
+    scales = gl.convert_layout(scales, gl.SliceLayout(1, dot), assert_trivial=True)
+    s0, s1, s2, s3 = gl.inline_asm_elementwise(
+        _SCALE_BF16 if BF16 else _SCALE_FP16, _SCALE_REGISTERS, [scales],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+    operands = [words, gl.expand_dims(s0, 1), gl.expand_dims(s1, 1), gl.expand_dims(s2, 1), gl.expand_dims(s3, 1)]
+    if BF16:
+        p0, p1, p2, p3 = gl.inline_asm_elementwise(
+            _DECODE_BF16, _DECODE_REGISTERS, operands,
+            dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        p0, p1, p2, p3 = gl.inline_asm_elementwise(
+            _DECODE_FP16, _DECODE_REGISTERS, operands,
+            dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    planes = gl.join(gl.join(p0, p2), gl.join(p1, p3))  # [64, 16, plane // 2, plane % 2]
+    weight = gl.reshape(gl.permute(planes, (0, 2, 3, 1)), [64, 64])
+    return gl.convert_layout(weight, dot, assert_trivial=True)
+
+
+@_gluon
+def _store(total, y_ptr, factor, tokens, outputs, output, token, TOKENS: gl.constexpr):
+    """A whole tile, rounded."""
+    layout: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+    value = gl.convert_layout((total * factor).to(y_ptr.dtype.element_ty), layout)
+    n = (output + gl.arange(0, 64, gl.SliceLayout(1, layout)))[:, None]
+    m = (token + gl.arange(0, TOKENS, gl.SliceLayout(0, layout)))[None, :]
+    gl.store(y_ptr + m.to(gl.int64) * outputs + n, value, mask=(n < outputs) & (m < tokens))
+
+
+@jit
+def _add_pieces(
+    pieces_ptr, y_ptr, factor, tokens, outputs, steps, token_tiles, programs, work,
+    GROUPS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """y of 64 outputs and ROWS tokens of a tile that several programs worked on."""
+    tile = tl.program_id(0)
+    group, block = tl.program_id(1) % GROUPS, tl.program_id(1) // GROUPS
+    head = ((tile * steps + 1) * programs - 1) // work
+    tail = ((tile * steps + steps) * programs - 1) // work
+    if head != tail:
+        m = block * ROWS + tl.arange(0, ROWS)[None, :]
+        n = tl.arange(0, 64)[:, None]
+        at = n * TOKENS + m
+        total = tl.load(pieces_ptr + ((head * 2 + 1) * GROUPS + group).to(tl.int64) * (64 * TOKENS) + at)
+        for program in range(head + 1, tail + 1):
+            total += tl.load(pieces_ptr + (program * 2 * GROUPS + group).to(tl.int64) * (64 * TOKENS) + at)
+        m += (tile % token_tiles) * TOKENS
+        n += ((tile // token_tiles) * GROUPS + group) * 64
+        y = (total * factor).to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + m.to(tl.int64) * outputs + n, y, mask=(m < tokens) & (n < outputs))
