@@ -173,7 +173,7 @@ def poisoned() -> Iterator[None]:
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("chosen", PLANS, ids=str)
 def test_scratch_that_held_nan_does_no_harm(chosen: Plan, device: str) -> None:
-    """The low-rank sums of rows without an adapter are never written, and must not be read."""
+    """The low-rank sums of rows without an adapter are never written, and must not reach y."""
     assert torch.empty(2).isnan().all()
     case = make(37, 200, (90, 30), 16, torch.float16, device)
     assert_rounded(case.run_planned(chosen), exact(case))
