@@ -150,6 +150,7 @@ def config_of(args: argparse.Namespace) -> EngineConfig:
         args.model,
         dtype=args.dtype,
         nvfp4_kernel=args.nvfp4_kernel,
+        lora_kernel=args.lora_kernel,
         max_loras=4,
         max_lora_rank=args.rank,
         max_model_len=args.prompt + args.tokens + 128,
@@ -187,6 +188,7 @@ def parse() -> argparse.Namespace:
         "--dtype", choices=["auto", "bfloat16", "float16", "float32"], default="auto", help="activations"
     )
     parser.add_argument("--nvfp4-kernel", choices=["marlin", "qerld"], default="marlin", help="of our server")
+    parser.add_argument("--lora-kernel", choices=["vllm", "qerld"], default="vllm", help="of our server")
     parser.add_argument("--servers", default="noise,stock", help="ours (noise), vLLM's (stock), or both")
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--sigma", type=float, default=0.01)

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import importlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 Call = Callable[[], object]
 REPLAYS = 15
 LEAST_CALLS = 8
+
+
+def library(module: str) -> Any:
+    """A module to compare with, where it is installed and there is a GPU; else None."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        return None
 
 
 def elapsed(call: Call) -> float:

@@ -1,17 +1,17 @@
 """Our kernels beside the libraries', on the shapes of Qwen2.5: microseconds, and shares of what the machine can do.
 
-    python benchmarks/kernels.py --out result.json [--only matmul,dequantize,norm,head] [--models 7B] [--tokens 1,8,64]
+    python benchmarks/kernels.py --out result.json [--only matmul,norm,lora] [--models 7B] [--tokens 1,8,64]
     python benchmarks/kernels.py --out tuned.json --only tune   # every plan of the fused product; compiles for minutes
+    python benchmarks/kernels.py --out tuned.json --only lora_tune --models 7B      # plans of the adapters' kernels
 
-Beside ours: cuBLAS in bf16, Marlin and vLLM's norms (vLLM), NF4 (bitsandbytes), fused cross-entropy (Liger), each where
-it is installed and there is a GPU. Floors: bytes over the copy bandwidth and operations over the product rate that the
-same run measures. Random weights. Runs on the CPU too with `--models tiny`, to try the script.
+Beside ours: cuBLAS in bf16, Marlin, vLLM's norms and LoRA (vLLM), NF4 (bitsandbytes), fused cross-entropy (Liger), each
+where it is installed and there is a GPU. Floors: bytes over the copy bandwidth and operations over the product rate
+that the same run measures. Random weights. Runs on the CPU too with `--models tiny`, to try the script.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import platform
 from collections.abc import Callable, Iterator
@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_timing import copies, eager, microseconds
+from gpu_timing import copies, eager, library, microseconds
+from lora_timing import LORA_TOKENS, lora_rows, lora_tune_rows
 from qerld_kernels.dequantize import dequantize_unscaled
 from qerld_kernels.fused_product import Plan, fused_product
 from qerld_kernels.jit import can_launch
@@ -71,16 +72,6 @@ class Weight:
 
     def product(self, x: Tensor) -> Tensor:
         return matmul(x, self.tiles.words, self.tiles.scale, self.global_scale, self.packed.shape[0])
-
-
-def library(module: str) -> Any:
-    """A module to compare with, where it is installed and there is a GPU; else None."""
-    if DEVICE == "cpu":
-        return None
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        return None
 
 
 def machine_limits() -> dict[str, float]:
@@ -306,17 +297,19 @@ def layers(models: list[str]) -> list[tuple[str, tuple[str, tuple[int, int]]]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON file; rewritten after each section")
-    parser.add_argument("--only", default="dequantize,matmul,norm,head", help="sections: these, or tune")
+    parser.add_argument("--only", default="dequantize,matmul,norm,head,lora", help="sections: these, tune, lora_tune")
     parser.add_argument("--models", default="7B,14B,32B", help="shapes")
-    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="M")
+    parser.add_argument("--tokens", help=f"M; else {TOKENS}, for lora {LORA_TOKENS}")
     parser.add_argument("--processes", type=int, default=14, help="that compile plans")
     args = parser.parse_args()
-    models, tokens = args.models.split(","), [int(part) for part in args.tokens.split(",")]
+    models, given = args.models.split(","), [int(part) for part in args.tokens.split(",")] if args.tokens else []
+    tokens, lora_tokens = given or TOKENS, given or LORA_TOKENS
     if not can_launch(torch.empty(0, device=DEVICE)):
         print("no Triton here: the references run")
     limits = machine_limits()
     record: dict[str, Any] = {
-        "command": f"python benchmarks/kernels.py --only {args.only} --models {args.models} --tokens {args.tokens}",
+        "command": f"python benchmarks/kernels.py --only {args.only} --models {args.models}"
+        + (f" --tokens {args.tokens}" if args.tokens else ""),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": torch.cuda.get_device_name() if DEVICE == "cuda" else platform.processor(),
         "torch": torch.__version__,
@@ -327,7 +320,9 @@ def main() -> None:
         "matmul": lambda: matmul_rows(models, tokens, limits),
         "norm": lambda: norm_rows(models, tokens),
         "head": lambda: head_rows(models, [t for t in tokens if t >= min(512, max(tokens))]),
+        "lora": lambda: lora_rows(layers(models), lora_tokens, limits, DTYPE, DEVICE),
         "tune": lambda: tune_rows(models, args.processes),
+        "lora_tune": lambda: lora_tune_rows(layers(models), lora_tokens, DTYPE, DEVICE),
     }
     for name in args.only.split(","):
         record[name] = []

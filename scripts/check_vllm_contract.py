@@ -47,7 +47,7 @@ CONTRACT: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
              "tensor_parallel_size", "enforce_eager", "distributed_executor_backend", "enable_lora", "max_loras",
              "max_cpu_loras", "max_lora_rank",
                 "lora_target_modules", "worker_extension_cls", "enable_prefix_caching", "generation_config",
-             "logprobs_mode"), ()
+             "logprobs_mode", "additional_config"), ()
         ),
     },
     "lora/model_manager.py": {
@@ -76,6 +76,14 @@ CONTRACT: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
         }
     },
     "platforms/cpu.py": {"CpuPlatform": {"get_punica_wrapper": ()}},
+    "lora/punica_wrapper/punica_gpu.py": {
+        "PunicaWrapperGPU": {
+            "add_lora_linear": ("y", "x", "lora_a_stacked", "lora_b_stacked", "scale", "output_slices"),
+            "token_mapping_meta": (),
+        }
+    },
+    "lora/ops/triton_ops/lora_kernel_metadata.py": {"LoRAKernelMeta": {"no_lora_flag_cpu": ()}},
+    "platforms/cuda.py": {"CudaPlatformBase": {"get_punica_wrapper": ()}},
     "model_executor/layers/utils.py": {
         "": {"dispatch_cpu_unquantized_gemm": ("layer", "remove_weight"), "cpu_linear": ()}
     },

@@ -22,9 +22,9 @@ __all__ = ["INTERPRETED", "can_launch", "constant", "jit", "next_power_of_2", "t
 INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def jit(kernel: Callable[..., Any]) -> Any:
-    """`triton.jit`, or the plain function where there is no Triton."""
-    return kernel if triton is None else triton.jit(kernel)
+def jit(kernel: Callable[..., Any], **options: Any) -> Any:
+    """`triton.jit` with its options, or the plain function where there is no Triton."""
+    return kernel if triton is None else triton.jit(kernel, **options)
 
 
 def constant(value: Any) -> Any:

@@ -76,7 +76,7 @@ class PolicyEngine:
         """
         model = CheckpointReader(config.model)
         on_cpu = not torch.cuda.is_available()
-        set_environment(on_cpu, config.cpu_kv_cache_gib, config.nvfp4_kernel)
+        set_environment(on_cpu, config.cpu_kv_cache_gib, config.nvfp4_kernel, config.lora_kernel)
         # In threads, so that health checks of this process are answered meanwhile.
         await asyncio.to_thread(import_vllm)
         llm = await asyncio.to_thread(start_vllm, config, model, on_cpu)

@@ -49,6 +49,8 @@ class EngineConfig:
     """No compilation, no CUDA graphs; None: only on the CPU."""
     nvfp4_kernel: Literal["marlin", "qerld"] = "marlin"
     """What multiplies by NVFP4 weights on a GPU."""
+    lora_kernel: Literal["vllm", "qerld"] = "vllm"
+    """What adds LoRA on a GPU."""
     tensor_parallel_size: int = 1
     seed: int = 0
 

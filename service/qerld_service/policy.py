@@ -191,6 +191,7 @@ def engine_config(settings: PolicySettings) -> EngineConfig:
         # None lets the engine choose: eager on the CPU, where compilation takes longer than it saves.
         enforce_eager=settings.enforce_eager or None,
         nvfp4_kernel=settings.nvfp4_kernel,
+        lora_kernel=settings.lora_kernel,
         seed=settings.seed,
     )
 

@@ -60,6 +60,10 @@ class PolicySettings(BaseSettings):
     nvfp4_kernel: Literal["marlin", "qerld"] = Field(
         "marlin", description="Products with NVFP4 weights on a GPU: by vLLM's Marlin, or by qerld's kernels."
     )
+    lora_kernel: Literal["vllm", "qerld"] = Field(
+        "vllm",
+        description="Products with adapters on a GPU: by vLLM's kernels, or by qerld's (bf16, fp16; ranks up to 128).",
+    )
     seed: int = Field(0, ge=0, description="Seed of the engine; completions have their own.")
     report_seconds: float = Field(5.0, gt=0, le=10, description="Longest time between two reports to the learner.")
     reconnect_seconds: float = Field(10.0, gt=0, description="Longest wait before attaching to the learner again.")

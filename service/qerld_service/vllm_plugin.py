@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 import time
+from collections.abc import Sequence
 from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 
-__all__ = ["NVFP4_KERNEL", "PARENT", "register", "set_environment"]
+__all__ = ["LORA_KERNEL", "NVFP4_KERNEL", "PARENT", "TRACED", "register", "set_environment", "traced_choices"]
 
 PARENT = "QERLD_ENGINE_PARENT"
 """Environment variable in which the policy engine puts its process id; without it vLLM stays stock."""
 
 NVFP4_KERNEL = "QERLD_NVFP4_KERNEL"
 """Environment variable that tells vLLM's processes what multiplies by NVFP4 weights on a GPU."""
+
+LORA_KERNEL = "QERLD_LORA_KERNEL"
+"""Environment variable that tells vLLM's processes what adds LoRA on a GPU."""
 
 _ALWAYS = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -28,11 +35,22 @@ _ON_CPU = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
+TRACED = (
+    "qerld_service.norms",
+    "qerld_service.logits",
+    "qerld_service.nvfp4_scheme",
+    "qerld_service.gpu_lora",
+    "qerld_kernels.rmsnorm",
+    "qerld_kernels.matmul",
+    "qerld_kernels.lora",
+)
+"""What torch.compile sees of ours within vLLM: called there, or an op."""
 
 
-def set_environment(on_cpu: bool, cpu_kv_cache_gib: int, nvfp4_kernel: str) -> None:
+def set_environment(on_cpu: bool, cpu_kv_cache_gib: int, nvfp4_kernel: str, lora_kernel: str) -> None:
     """vLLM's settings for the policy engine, before vLLM is imported; what the user has set stays."""
-    os.environ[PARENT], os.environ[NVFP4_KERNEL] = str(os.getpid()), nvfp4_kernel
+    os.environ[PARENT] = str(os.getpid())
+    os.environ[NVFP4_KERNEL], os.environ[LORA_KERNEL] = nvfp4_kernel, lora_kernel
     settings = dict(_ALWAYS)
     if on_cpu:
         settings |= _ON_CPU | {"VLLM_CPU_KVCACHE_SPACE": str(cpu_kv_cache_gib)}
@@ -40,9 +58,27 @@ def set_environment(on_cpu: bool, cpu_kv_cache_gib: int, nvfp4_kernel: str) -> N
         os.environ.setdefault(name, value)
 
 
+def traced_choices(modules: Sequence[str] = TRACED) -> dict[str, str]:
+    """What `register` changes in the code that vLLM compiles; empty where vLLM stays stock.
+
+    For the key of vLLM's cache of compiled code, which else does not know of us: a graph that stock vLLM left there,
+    or another choice of kernels, would be loaded and served, without noise or with the other kernels, and no error.
+    """
+    if PARENT not in os.environ:
+        return {}
+    code = hashlib.sha256()
+    for module in modules:
+        spec = find_spec(module)
+        assert spec is not None
+        assert spec.origin is not None
+        code.update(Path(spec.origin).read_bytes())
+    choices = {name: os.environ.get(name, "") for name in (NVFP4_KERNEL, LORA_KERNEL)}
+    return choices | {"code": code.hexdigest()}
+
+
 @cache
 def register() -> None:
-    """Norms with noise by adapter slot, on the CPU NVFP4 weights and LoRA, an engine core that ends with its parent.
+    """Norms with noise by adapter slot, NVFP4 weights and LoRA, an engine core that ends with its parent.
 
     Called more than once a process: by vLLM's plugin loader and by `qerld_service.worker`.
     """
@@ -66,6 +102,10 @@ def register() -> None:
             from qerld_service.nvfp4_scheme import register_tiled_nvfp4
 
             register_tiled_nvfp4()
+        if os.environ.get(LORA_KERNEL) == "qerld":
+            from qerld_service.gpu_lora import register_gpu_lora
+
+            register_gpu_lora()
     if current_platform.is_cpu():
         from qerld_service.cpu_lora import register_cpu_lora
         from qerld_service.nvfp4_scheme import register_nvfp4

@@ -8,11 +8,13 @@ from pydantic import ValidationError
 from qerld_kernels.checkpoint import CheckpointReader
 
 from qerld_service.engine_types import LORA_RANKS, EngineConfig, EngineSettingsError
+from qerld_service.vllm_plugin import traced_choices
 
 if TYPE_CHECKING:
+    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-__all__ = ["import_vllm", "start_vllm"]
+__all__ = ["engine_arguments", "import_vllm", "start_vllm"]
 
 
 def import_vllm() -> None:
@@ -27,8 +29,18 @@ def import_vllm() -> None:
 
 def start_vllm(config: EngineConfig, model: CheckpointReader, on_cpu: bool) -> AsyncLLM:
     """AsyncLLM with our settings; blocks. Without `set_environment` before it the norms are stock, without noise."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
+
+    try:
+        return AsyncLLM.from_engine_args(engine_arguments(config, model, on_cpu))
+    except ValueError as error:  # pydantic's, too
+        problem = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        raise EngineSettingsError(f"settings: vLLM refuses them or the model: {' '.join(problem.split())}") from error
+
+
+def engine_arguments(config: EngineConfig, model: CheckpointReader, on_cpu: bool) -> AsyncEngineArgs:
+    """vLLM's arguments for our settings, and for the kernels that `set_environment` has named."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
 
     dtype = config.dtype if config.dtype != "auto" else ("float32" if on_cpu else "bfloat16")
     positions = model.config.get("max_position_embeddings")
@@ -42,7 +54,8 @@ def start_vllm(config: EngineConfig, model: CheckpointReader, on_cpu: bool) -> A
         "max_num_batched_tokens": max(2048, limit or positions or 0),
         "block_size": 32,
     }
-    args = AsyncEngineArgs(
+    traced = traced_choices()
+    return AsyncEngineArgs(
         model=str(config.model),
         dtype=dtype,
         seed=config.seed,
@@ -64,9 +77,5 @@ def start_vllm(config: EngineConfig, model: CheckpointReader, on_cpu: bool) -> A
         **(cpu_arguments if on_cpu else {}),
         generation_config="vllm",  # the model's own sampling defaults would change the behaviour distribution
         logprobs_mode="processed_logprobs",  # the raw ones ignore temperature
+        additional_config={"qerld": traced} if traced else {},  # part of the key of vLLM's cache of compiled code
     )
-    try:
-        return AsyncLLM.from_engine_args(args)
-    except ValueError as error:  # pydantic's, too
-        problem = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-        raise EngineSettingsError(f"settings: vLLM refuses them or the model: {' '.join(problem.split())}") from error
