@@ -47,7 +47,6 @@ MODELS: dict[str, dict[str, tuple[int, int]]] = {
 }
 VOCABULARY = {"tiny": 512, "7B": 152064, "14B": 152064, "32B": 152064}
 TOKENS = [1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 16384]
-TUNED = [16, 32, 64, 128, 256, 512]
 
 
 @dataclass
@@ -257,8 +256,9 @@ def plans(tokens: int) -> list[Plan]:
     ):
         plan = Plan(width, groups, inputs, stages, programs)
         shared = stages * inputs // 64 * (128 * width + 2304 * groups) + 64 * width + 4096
-        waiting = groups * programs * stages * inputs * 36  # bytes of W̃ in flight, of which memory wants some 30 KB
-        if shared * programs <= 227 << 10 and plan.own_registers >= width // 2 + 56 and waiting > 24 << 10:
+        waiting = groups * programs * stages * inputs * 36  # bytes of W̃ in flight; memory wants some 40 KB
+        enough = waiting > (40 << 10 if tokens <= 32 else 24 << 10) and (tokens > 32 or programs > 1)
+        if enough and shared * programs <= 227 << 10 and plan.own_registers >= width // 2 + 56:
             found.append(plan)
     return found
 
@@ -270,24 +270,25 @@ def compile_plan(chosen: Plan) -> None:
     fused_product(x, weight.tiles, 1024, 1.0, chosen)
 
 
-def tune_rows(models: list[str], processes: int) -> Iterator[dict[str, Any]]:
+def tune_rows(models: list[str], tokens: list[int], processes: int) -> Iterator[dict[str, Any]]:
     """The eight fastest plans for each layer and M."""
-    every = sorted({plan for tokens in TUNED for plan in plans(tokens)}, key=str)
+    few = [count for count in tokens if count <= 2048]
+    every = sorted({plan for count in few for plan in plans(count)}, key=str)
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         list(pool.map(compile_plan, every, chunksize=4))
     for model, (layer, (outputs, inputs)) in layers(models):
         weights = [Weight.random(outputs, inputs) for _ in range(copies(outputs * inputs // 2))]
-        for tokens in TUNED:
-            x = torch.randn(tokens, inputs, dtype=DTYPE, device=DEVICE)
+        for count in few:
+            x = torch.randn(count, inputs, dtype=DTYPE, device=DEVICE)
             taken: list[tuple[float, Plan]] = []
-            for chosen in plans(tokens):
+            for chosen in plans(count):
                 try:
                     calls = [lambda w=w, p=chosen: fused_product(x, w.tiles, outputs, 1.0, p) for w in weights]
                     taken.append((microseconds(calls), chosen))
                 except Exception as error:  # too large for the machine
                     print(f"{chosen}: {type(error).__name__}", flush=True)
             best = sorted(taken, key=lambda pair: pair[0])[:8]
-            yield {"model": model, "layer": layer, "tokens": tokens, "best": [[us, asdict(p)] for us, p in best]}
+            yield {"model": model, "layer": layer, "tokens": count, "best": [[us, asdict(p)] for us, p in best]}
 
 
 def layers(models: list[str]) -> list[tuple[str, tuple[str, tuple[int, int]]]]:
@@ -321,7 +322,7 @@ def main() -> None:
         "norm": lambda: norm_rows(models, tokens),
         "head": lambda: head_rows(models, [t for t in tokens if t >= min(512, max(tokens))]),
         "lora": lambda: lora_rows(layers(models), lora_tokens, limits, DTYPE, DEVICE),
-        "tune": lambda: tune_rows(models, args.processes),
+        "tune": lambda: tune_rows(models, tokens, args.processes),
         "lora_tune": lambda: lora_tune_rows(layers(models), lora_tokens, DTYPE, DEVICE),
     }
     for name in args.only.split(","):
