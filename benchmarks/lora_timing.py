@@ -139,13 +139,13 @@ def cublas_calls(x: Tensor, stacks: list[Weights]) -> list[Callable[[Tensor], No
     return [lambda y, a=a, b=b: call(y, a, b) for a, b in stacks]
 
 
-def plans(tokens: int) -> tuple[list[Plan], list[Plan]]:
+def plans(tokens: int, inputs: int) -> tuple[list[Plan], list[Plan]]:
     """Plans worth trying: other tiles of the first kernel, and of the second."""
-    usual = plan(tokens, RANK)
+    usual = plan(tokens, RANK, inputs)
     rows = [rows for rows in (16, 32, 64) if rows <= max(16, 1 << (tokens - 1).bit_length())]
     first = [
-        replace(usual, shrink_rows=tile, inputs=inputs, split=split, stages=stages)
-        for tile, inputs, split, stages in product(rows, (128, 256), (2, 4, 8, 16, 32), (3, 4))
+        replace(usual, shrink_rows=tile, inputs=deep, split=split, stages=stages)
+        for tile, deep, split, stages in product(rows, (128, 256), (2, 4, 8, 16, 32), (3, 4))
     ]
     second = [
         replace(usual, expand_rows=tile, outputs=outputs, programs=programs, expand_warps=warps)
@@ -170,9 +170,9 @@ def lora_tune_rows(
             def took(chosen: Plan) -> float:
                 return microseconds([lambda a=a, b=b: planned_lora(y, x, a, b, slots, chosen) for a, b in stacks])
 
-            first, second = plans(count)
+            first, second = plans(count, inputs)
             row: dict[str, Any] = {"model": model, "layer": name, "tokens": count}
-            row["usual_us"] = took(plan(count, RANK))
+            row["usual_us"] = took(plan(count, RANK, inputs))
             shrink = sorted(((took(chosen), chosen) for chosen in first), key=lambda pair: pair[0])
             best = shrink[0][1]
             from_best = [replace(chosen, **_first_kernel(best)) for chosen in second]

@@ -10,9 +10,10 @@ Decoding: a nibble's bits, where sign, exponent and mantissa of a bf16 (fp16) nu
 subnormals included; a scale's are e4m3 · 2⁻¹²⁰ (2⁻⁸), to which 239 (15) is added in the exponent. The product of both
 is W̃ · 2⁻⁷, exact; the end multiplies by g · 2⁷.
 
-Stream-K (arXiv 2301.03598): the programs, as many as fit on the GPU at once, share all steps of all tiles evenly. What
-they hold of a tile that others worked on as well goes to a buffer, and a second kernel adds the pieces in order, so
-that results do not depend on timing.
+Stream-K (arXiv 2301.03598): a tile's steps along K are a number of parts, and the programs, as many as fit on the GPU
+at once, share the parts of all tiles evenly. What they hold of a tile that others worked on as well goes to a buffer,
+and a second kernel adds the pieces in order, so that results do not depend on timing. Few parts spare pieces, many even
+out the work.
 
 Legend: M tokens, K inputs, N outputs.
 """
@@ -59,7 +60,8 @@ class Plan:
     """How to share the work.
 
     tokens: of a tile, 8 to 256; groups: warpgroups of a program, 1 to 3, 64 outputs each; inputs: of a step, 64, 128
-    or 256; stages: steps in flight; programs: on each multiprocessor, whose registers they divide among them.
+    or 256; stages: steps in flight; programs: on each multiprocessor, whose registers they divide among them; parts: of
+    a tile, at most.
     """
 
     tokens: int
@@ -67,6 +69,7 @@ class Plan:
     inputs: int
     stages: int
     programs: int
+    parts: int = 1 << 16
 
     @property
     def registers(self) -> int:
@@ -101,7 +104,9 @@ def fused_product(x: Tensor, tiles: Tiles, outputs: int, scale: float, plan: Pla
     tile_rows, columns = -(-outputs // (SIDE * plan.groups)), tiles.words.shape[1]
     token_tiles, chunk = -(-tokens // plan.tokens), plan.inputs // SIDE
     steps = -(-columns // chunk)
-    work = tile_rows * token_tiles * steps
+    part = -(-steps // plan.parts)
+    parts = -(-steps // part)
+    work = tile_rows * token_tiles * parts
     programs = min(_multiprocessors(x.device) * plan.programs, work)
     if work * (programs + 1) >= 1 << 31:
         raise ValueError(f"x: {tokens} tokens are too many for {outputs} outputs and {inputs} inputs; split x")
@@ -110,14 +115,14 @@ def fused_product(x: Tensor, tiles: Tiles, outputs: int, scale: float, plan: Pla
         TensorDescriptor(x, [tokens, inputs], [x.stride(0), 1], [plan.tokens, SIDE], gl.NVMMASharedLayout(128, 16, 2)),
         _flat(tiles.words, 256 * chunk, 64),
         _flat(tiles.scale, SIDE * chunk, 32),
-        y, pieces, scale * 2**7, tokens, outputs, columns, token_tiles,
+        y, pieces, scale * 2**7, tokens, outputs, columns, token_tiles, part, parts,
         GROUPS=plan.groups, TOKENS=plan.tokens, CHUNK=chunk, STAGES=plan.stages, LOADER_REGISTERS=_LOADER_REGISTERS,
         REGISTERS=plan.own_registers, num_warps=4, maxnreg=plan.registers,
     )  # fmt: skip
-    if work % programs or work // programs % steps:  # some tile was shared
+    if parts > 1 and (work % programs or work // programs % parts):  # some tile was shared
         rows = min(plan.tokens, _PIECE_TOKENS)
         _add_pieces[(tile_rows * token_tiles, plan.groups * (plan.tokens // rows))](
-            pieces, y, scale * 2**7, tokens, outputs, steps, token_tiles, programs, work,
+            pieces, y, scale * 2**7, tokens, outputs, parts, token_tiles, programs, work,
             GROUPS=plan.groups, TOKENS=plan.tokens, ROWS=rows, num_warps=4,
         )  # fmt: skip
     return y
@@ -181,7 +186,7 @@ _SCALE_REGISTERS = constant("=&r,=&r,=&r,=&r,r")
 
 @_gluon
 def _kernel(
-    x_desc, words_desc, scale_desc, y_ptr, pieces_ptr, factor, tokens, outputs, columns, token_tiles,
+    x_desc, words_desc, scale_desc, y_ptr, pieces_ptr, factor, tokens, outputs, columns, token_tiles, part, parts,
     GROUPS: gl.constexpr, TOKENS: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
     LOADER_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -200,96 +205,107 @@ def _kernel(
     if GROUPS == 1:
         gl.warp_specialize([
             (_multiply, (x_ring, words_ring, scale_ring, full, empty, y_ptr, pieces_ptr, factor, tokens, outputs,
-                         columns, token_tiles, GROUPS, TOKENS, CHUNK, STAGES, BF16, 0)),
+                         columns, token_tiles, part, parts, GROUPS, TOKENS, CHUNK, STAGES, BF16, 0)),
             (_load, (x_desc, words_desc, scale_desc, x_ring, words_ring, scale_ring, full, empty, outputs, columns,
-                     token_tiles, GROUPS, TOKENS, CHUNK, STAGES)),
+                     token_tiles, part, parts, GROUPS, TOKENS, CHUNK, STAGES)),
         ], [1], [LOADER_REGISTERS])  # fmt: skip
     elif GROUPS == 2:
         gl.warp_specialize([
             (_multiply, (x_ring, words_ring, scale_ring, full, empty, y_ptr, pieces_ptr, factor, tokens, outputs,
-                         columns, token_tiles, GROUPS, TOKENS, CHUNK, STAGES, BF16, 0)),
+                         columns, token_tiles, part, parts, GROUPS, TOKENS, CHUNK, STAGES, BF16, 0)),
             (_multiply, (x_ring, words_ring, scale_ring, full, empty, y_ptr, pieces_ptr, factor, tokens, outputs,
-                         columns, token_tiles, GROUPS, TOKENS, CHUNK, STAGES, BF16, 1)),
+                         columns, token_tiles, part, parts, GROUPS, TOKENS, CHUNK, STAGES, BF16, 1)),
             (_load, (x_desc, words_desc, scale_desc, x_ring, words_ring, scale_ring, full, empty, outputs, columns,
-                     token_tiles, GROUPS, TOKENS, CHUNK, STAGES)),
+                     token_tiles, part, parts, GROUPS, TOKENS, CHUNK, STAGES)),
         ], [4, 1], [REGISTERS, LOADER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (_multiply, (x_ring, words_ring, scale_ring, full, empty, y_ptr, pieces_ptr, factor, tokens, outputs,
-                         columns, token_tiles, GROUPS, TOKENS, CHUNK, STAGES, BF16, 0)),
+                         columns, token_tiles, part, parts, GROUPS, TOKENS, CHUNK, STAGES, BF16, 0)),
             (_multiply, (x_ring, words_ring, scale_ring, full, empty, y_ptr, pieces_ptr, factor, tokens, outputs,
-                         columns, token_tiles, GROUPS, TOKENS, CHUNK, STAGES, BF16, 1)),
+                         columns, token_tiles, part, parts, GROUPS, TOKENS, CHUNK, STAGES, BF16, 1)),
             (_multiply, (x_ring, words_ring, scale_ring, full, empty, y_ptr, pieces_ptr, factor, tokens, outputs,
-                         columns, token_tiles, GROUPS, TOKENS, CHUNK, STAGES, BF16, 2)),
+                         columns, token_tiles, part, parts, GROUPS, TOKENS, CHUNK, STAGES, BF16, 2)),
             (_load, (x_desc, words_desc, scale_desc, x_ring, words_ring, scale_ring, full, empty, outputs, columns,
-                     token_tiles, GROUPS, TOKENS, CHUNK, STAGES)),
+                     token_tiles, part, parts, GROUPS, TOKENS, CHUNK, STAGES)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, LOADER_REGISTERS])  # fmt: skip
 
 
 @_gluon
-def _share(outputs, columns, token_tiles, GROUPS: gl.constexpr, CHUNK: gl.constexpr):
-    """Steps of a tile, steps of all tiles, and this program's range of them."""
-    steps = gl.cdiv(columns, CHUNK)
-    work = gl.cdiv(outputs, 64 * GROUPS) * token_tiles * steps
+def _share(outputs, token_tiles, parts, GROUPS: gl.constexpr):
+    """Parts of all tiles, and this program's range of them."""
+    work = gl.cdiv(outputs, 64 * GROUPS) * token_tiles * parts
     programs = gl.num_programs(0)
     own = gl.program_id(0)
-    return steps, work, own * work // programs, (own + 1) * work // programs
+    return work, own * work // programs, (own + 1) * work // programs
+
+
+@_gluon
+def _steps(unit, end, columns, part, parts, CHUNK: gl.constexpr):
+    """The tile of a part, the range's first and last (excluded) step in it, and where the range goes on."""
+    tile = unit // parts
+    following = gl.minimum(end, tile * parts + parts)
+    first = (unit - tile * parts) * part
+    last = gl.minimum((following - tile * parts) * part, gl.cdiv(columns, CHUNK))
+    return tile, first, last, following
 
 
 @_gluon
 def _load(
     x_desc, words_desc, scale_desc, x_ring, words_ring, scale_ring, full, empty, outputs, columns, token_tiles,
+    part, parts,
     GROUPS: gl.constexpr, TOKENS: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Fill the ring, step after step, across tiles."""
-    steps, _work, begin, end = _share(outputs, columns, token_tiles, GROUPS, CHUNK)
-    for unit in range(begin, end):
-        turn = unit - begin
-        tile = unit // steps
-        column = (unit - tile * steps) * CHUNK
+    _work, unit, end = _share(outputs, token_tiles, parts, GROUPS)
+    turn = 0
+    while unit < end:
+        tile, first, last, unit = _steps(unit, end, columns, part, parts, CHUNK)
         token = (tile % token_tiles) * TOKENS
         row = (tile // token_tiles) * GROUPS
-        stage = turn % STAGES
-        mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
-        arrived = full.index(stage)
-        mbarrier.expect(arrived, CHUNK * TOKENS * 128 + GROUPS * CHUNK * (2048 + 256))
-        for group in gl.static_range(GROUPS):
-            at = (row + group) * columns + column
-            place = stage * GROUPS + group
-            copy_tile(words_desc, [at * 256], arrived, words_ring.index(place))
-            copy_tile(scale_desc, [at * 64], arrived, scale_ring.index(place))
-        for part in gl.static_range(CHUNK):
-            place = stage * CHUNK + part
-            copy_tile(x_desc, [token, (column + part) * 64], arrived, x_ring.index(place))
+        for step in range(first, last):
+            column = step * CHUNK
+            stage = turn % STAGES
+            mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
+            arrived = full.index(stage)
+            mbarrier.expect(arrived, CHUNK * TOKENS * 128 + GROUPS * CHUNK * (2048 + 256))
+            for group in gl.static_range(GROUPS):
+                at = (row + group) * columns + column
+                place = stage * GROUPS + group
+                copy_tile(words_desc, [at * 256], arrived, words_ring.index(place))
+                copy_tile(scale_desc, [at * 64], arrived, scale_ring.index(place))
+            for own in gl.static_range(CHUNK):
+                copy_tile(x_desc, [token, (column + own) * 64], arrived, x_ring.index(stage * CHUNK + own))
+            turn += 1
 
 
 @_gluon
 def _multiply(
     x_ring, words_ring, scale_ring, full, empty, y_ptr, pieces_ptr, factor, tokens, outputs, columns, token_tiles,
+    part, parts,
     GROUPS: gl.constexpr, TOKENS: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, BF16: gl.constexpr,
     GROUP: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: 64 outputs of each of the program's tiles."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
-    steps, work, unit, end = _share(outputs, columns, token_tiles, GROUPS, CHUNK)
+    work, unit, end = _share(outputs, token_tiles, parts, GROUPS)
     programs = gl.num_programs(0)
     own = gl.program_id(0)
     turn = 0
     while unit < end:
-        tile = unit // steps
-        first = unit - tile * steps
-        last = gl.minimum(end - tile * steps, steps)
+        begin = unit
+        tile, first, last, unit = _steps(begin, end, columns, part, parts, CHUNK)
         total = gl.zeros([64, TOKENS], gl.float32, mma)
         stage = turn % STAGES
         mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
         words, scales = _fetch(words_ring, scale_ring, stage * GROUPS + GROUP, CHUNK)
         weight = _decode(words[0], scales[0], mma, BF16)
         for _step in range(first, last - 1):
-            for part in gl.static_range(CHUNK - 1):
-                x = x_ring.index(stage * CHUNK + part).permute((1, 0))
+            for place in gl.static_range(CHUNK - 1):
+                x = x_ring.index(stage * CHUNK + place).permute((1, 0))
                 total = warpgroup_mma(weight, x, total, is_async=True)
                 # Among what is waited for, or the compiler would decode after the wait.
-                after = _decode(words[part + 1], scales[part + 1], mma, BF16)
+                after = _decode(words[place + 1], scales[place + 1], mma, BF16)
                 total, weight, after = warpgroup_mma_wait(0, deps=[total, weight, after])
                 weight = after
             turn += 1
@@ -303,27 +319,26 @@ def _multiply(
             weight = after
             mbarrier.arrive(empty.index(stage))
             stage = following
-        for part in gl.static_range(CHUNK):
-            x = x_ring.index(stage * CHUNK + part).permute((1, 0))
+        for place in gl.static_range(CHUNK):
+            x = x_ring.index(stage * CHUNK + place).permute((1, 0))
             total = warpgroup_mma(weight, x, total, is_async=True)
-            if part < CHUNK - 1:
-                after = _decode(words[part + 1], scales[part + 1], mma, BF16)
+            if place < CHUNK - 1:
+                after = _decode(words[place + 1], scales[place + 1], mma, BF16)
                 total, weight, after = warpgroup_mma_wait(0, deps=[total, weight, after])
                 weight = after
             else:
                 total, weight = warpgroup_mma_wait(0, deps=[total, weight])
         mbarrier.arrive(empty.index(stage))
         turn += 1
-        if last - first == steps:
+        if unit - begin == parts:
             row = (tile // token_tiles) * GROUPS + GROUP
             _store(total, y_ptr, factor, tokens, outputs, row * 64, (tile % token_tiles) * TOKENS, TOKENS)
         else:
-            head = ((tile * steps + 1) * programs - 1) // work  # the program with the tile's first step
+            head = ((tile * parts + 1) * programs - 1) // work  # the program with the tile's first part
             slot = (own * 2 + (head == own).to(gl.int32)) * GROUPS + GROUP
             n = gl.arange(0, 64, gl.SliceLayout(1, mma))[:, None]
             m = gl.arange(0, TOKENS, gl.SliceLayout(0, mma))[None, :]
             gl.store(pieces_ptr + slot.to(gl.int64) * (64 * TOKENS) + n * TOKENS + m, total)
-        unit = tile * steps + last
 
 
 @_gluon
@@ -404,14 +419,14 @@ def _store(total, y_ptr, factor, tokens, outputs, output, token, TOKENS: gl.cons
 
 @jit
 def _add_pieces(
-    pieces_ptr, y_ptr, factor, tokens, outputs, steps, token_tiles, programs, work,
+    pieces_ptr, y_ptr, factor, tokens, outputs, parts, token_tiles, programs, work,
     GROUPS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """y of 64 outputs and ROWS tokens of a tile that several programs worked on."""
     tile = tl.program_id(0)
     group, block = tl.program_id(1) % GROUPS, tl.program_id(1) // GROUPS
-    head = ((tile * steps + 1) * programs - 1) // work
-    tail = ((tile * steps + steps) * programs - 1) // work
+    head = ((tile * parts + 1) * programs - 1) // work
+    tail = ((tile * parts + parts) * programs - 1) // work
     if head != tail:
         m = block * ROWS + tl.arange(0, ROWS)[None, :]
         n = tl.arange(0, 64)[:, None]

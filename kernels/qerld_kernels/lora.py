@@ -52,21 +52,21 @@ class Plan:
     expand_warps: int
 
 
-def plan(tokens: int, rank: int) -> Plan:
-    """Tiles for T tokens.
+def plan(tokens: int, rank: int, inputs: int) -> Plan:
+    """Tiles for T tokens: near the best of those tried on an H200 at rank 32, one adapter (benchmarks/README.md).
 
-    Not tuned, not timed: reasoned, and compiled for sm_90 (Triton 3.6) without spills at ranks 8, 32, 64 and 128. Few
-    tokens need many parts of K to fill the machine; many tokens do not, and pay for the parts' traffic. 264 programs
-    are two for each multiprocessor of an H200.
+    Few tokens need many parts of K to fill the machine; many tokens do not, and pay for the parts' traffic. Other ranks
+    than 32 were compiled for sm_90 (Triton 3.6) without spills and not timed.
     """
     deep = 256 if rank <= 32 else 128
     warps = 4 if rank <= 64 else 8
+    long = inputs > 8192
     if tokens <= 16:
-        return Plan(16, deep, 16, 4, 4, 16, 64, 264, 4)
-    if tokens <= 32:
-        return Plan(32, deep, 8, 4, 3, 32, 64, 264, 4)
+        return Plan(16, deep, 32 if long else 16, 4, 4, 16, 128, 528, warps)
+    if tokens <= 64:
+        return Plan(16, deep, 16 if long else 8, 4, 4, 32, 64, 1056, warps)
     if tokens <= 256:
-        return Plan(32, deep, 8, 4, 3, 64, 64, 264, warps)
+        return Plan(16, deep, 8, 4, 4, 32, 64, 528, warps)
     return Plan(64, 128, 8 if tokens <= 2048 else 2, warps, 3, 64, 64, 528, warps)
 
 
@@ -103,7 +103,7 @@ def add_lora(y: Tensor, x: Tensor, a: list[Tensor], b: list[Tensor], slots: Tens
         return
     # The interpreter's products take the bits of bf16 for integers.
     if can_launch(x) and not (INTERPRETED and x.dtype == torch.bfloat16):
-        planned_lora(y, x, a, b, slots, plan(x.shape[0], a[0].shape[2]))
+        planned_lora(y, x, a, b, slots, plan(x.shape[0], a[0].shape[2], x.shape[1]))
     else:
         y.copy_(lora_reference(y, x, a, b, slots))
 

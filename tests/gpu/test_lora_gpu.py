@@ -148,7 +148,7 @@ def test_every_usual_plan_fits_this_gpu(rank: int) -> None:
     """Too much shared memory is an error of the launch."""
     for tokens in (1, 17, 64, 300, 2049):
         arguments = make(tokens, 3584, (256,), rank, torch.bfloat16)
-        planned_lora(*arguments, plan(tokens, rank))
+        planned_lora(*arguments, plan(tokens, rank, 3584))
     torch.cuda.synchronize()
 
 

@@ -20,7 +20,7 @@ def ptx(chosen: Plan, dtype: str) -> str:
     chunk = chosen.inputs // 64
     swizzled, wide, narrow = (gl.NVMMASharedLayout(*a) for a in ((128, 16, 2), (0, 64, 1), (0, 32, 1)))
     signature: dict[str, str] = dict.fromkeys(_kernel.arg_names, "constexpr")
-    signature |= dict.fromkeys(("tokens", "outputs", "columns", "token_tiles"), "i32")
+    signature |= dict.fromkeys(("tokens", "outputs", "columns", "token_tiles", "part", "parts"), "i32")
     signature |= {"y_ptr": f"*{dtype}", "pieces_ptr": "*fp32", "factor": "fp32"}
     signature["x_desc"] = f"tensordesc<{dtype}[{chosen.tokens}, 64],{swizzled!r}>"
     signature["words_desc"] = f"tensordesc<i64[{chunk * 256}],{wide!r}>"

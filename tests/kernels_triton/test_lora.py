@@ -203,11 +203,12 @@ def test_the_op_is_opaque_to_the_compiler(device: str) -> None:
     torch.library.opcheck(add_lora, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
+@pytest.mark.parametrize("inputs", [576, 18944])
 @pytest.mark.parametrize("rank", [8, 32, 64, 128])
 @pytest.mark.parametrize("tokens", [1, 16, 17, 64, 256, 257, 2048, 8192])
-def test_plans_fit_the_machine(tokens: int, rank: int) -> None:
+def test_plans_fit_the_machine(tokens: int, rank: int, inputs: int) -> None:
     """Shared memory of a program of the shrink on an H100 or H200 is at most 227 KiB."""
-    chosen, padded = plan(tokens, rank), max(16, rank)
+    chosen, padded = plan(tokens, rank, inputs), max(16, rank)
     assert chosen.stages * 2 * chosen.inputs * (chosen.shrink_rows + padded) <= 227 * 1024
     assert chosen.shrink_rows >= min(16, tokens)
 
