@@ -24,8 +24,9 @@ from qerld_kernels.jit import can_launch, jit, next_power_of_2, tl
 
 __all__ = ["Head", "pair_logprobs", "softmax_statistics", "softmax_statistics_reference"]
 
-# Logits of one chunk in fp32. Large products pay on a GPU only.
-CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 512 << 20}
+# Logits of one chunk in fp32. Large products pay on a GPU only, whose products are made of tiles of up to 256 rows.
+CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 640 << 20}
+_TILE_ROWS = 256
 _BLOCK = 4096
 
 
@@ -64,9 +65,12 @@ class _PairLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         order = torch.argsort(pair_row, stable=True)
         rows, targets = pair_row[order], pair_target[order]
-        step = max(1, CHUNK_BYTES[hidden.device.type] // (4 * head.weight.shape[0]))
-        starts = torch.arange(0, len(hidden) + step, step, device=rows.device)
-        edges = torch.searchsorted(rows, starts).tolist()  # one wait for the device, however many chunks
+        step = _chunk_rows(CHUNK_BYTES[hidden.device.type], head.weight.shape[0])
+        if len(hidden) <= step:
+            edges = [0, len(rows)]
+        else:
+            starts = torch.arange(0, len(hidden) + step, step, device=rows.device)
+            edges = torch.searchsorted(rows, starts).tolist()  # one wait for the device, however many chunks
         parts = [_chunk(hidden[:0], head, rows[:0], targets[:0], want_gradient)]  # of no rows: there may be none
         for index, start in enumerate(range(0, len(hidden), step)):
             block, pairs = hidden[start : start + step], slice(edges[index], edges[index + 1])
@@ -86,6 +90,12 @@ class _PairLogprobs(torch.autograd.Function):
         hidden_grad = torch.zeros(ctx.shape, dtype=torch.float32, device=rows.device)
         hidden_grad.index_add_(0, rows, jacobian.float() * grads[0][order, None])
         return hidden_grad.to(ctx.dtype), None, None, None, None
+
+
+def _chunk_rows(bytes_: int, vocabulary: int) -> int:
+    """As many as fit, in whole tiles where that is one or more."""
+    rows = max(1, bytes_ // (4 * vocabulary))
+    return rows // _TILE_ROWS * _TILE_ROWS or rows
 
 
 def _chunk(

@@ -23,8 +23,16 @@ def rmsnorm(
 ) -> torch.Tensor:
     """The differentiable norm of the trainer: x [..., d], weight [d], noise fp32 [d] or [..., d] or None.
 
-    Returns x's shape and dtype. With `unit_offset` it multiplies by 1 + w (Gemma).
+    Returns x's shape and dtype. With `unit_offset` it multiplies by 1 + w (Gemma). Where no gradient is wanted, as when
+    a version is evaluated with its noise, and noise is one for all tokens, the server's kernel computes it.
     """
+    if can_launch(x) and not torch.is_grad_enabled() and (noise is None or noise.ndim == 1):
+        rows = x.reshape(-1, x.shape[-1])
+        table = weight.new_zeros(2, x.shape[-1], dtype=torch.float32)
+        if noise is not None:
+            table[1] = noise
+        slots = torch.full((rows.shape[0],), -1 if noise is None else 0, dtype=torch.int32, device=x.device)
+        return rmsnorm_slots(rows, weight, table, slots, eps, unit_offset).view(x.shape)
     scale = weight.float()
     if noise is not None:
         scale = scale + noise

@@ -90,7 +90,7 @@ def dequantize_tiles(tiles: Tiles, outputs: int, inputs: int, dtype: torch.dtype
         return dequantize_tiles_reference(tiles, outputs, inputs, dtype)
     out = torch.empty(outputs, inputs, dtype=dtype, device=tiles.words.device)
     rows, columns = tiles.words.shape[:2]
-    _kernel[(rows, columns)](
+    _kernel[(columns, rows)](  # neighbours in a row of w̃ at the same time: memory likes long rows
         tiles.words.view(torch.int16), tiles.scale.view(torch.uint8), out, outputs, inputs, num_warps=4
     )
     return out
@@ -140,8 +140,8 @@ def _part(words: Tensor) -> Tensor:
 @jit
 def _kernel(words_ptr, scale_ptr, out_ptr, outputs, inputs):
     """One tile."""
-    row, column = tl.program_id(0), tl.program_id(1)
-    at = row.to(tl.int64) * tl.num_programs(1) + column
+    row, column = tl.program_id(1), tl.program_id(0)
+    at = row.to(tl.int64) * tl.num_programs(0) + column
     word = tl.load(words_ptr + at * 1024 + tl.arange(0, 1024)).to(tl.uint16).to(tl.uint32)
     # In the order of `_BACK`: rows (5, 4), 3, (2, 1, 0); columns 3, (2, 1), 0.
     word = tl.reshape(word, [4, 8, 4, 2, 2, 2])

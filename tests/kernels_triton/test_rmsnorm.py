@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from qerld_kernels.rmsnorm import add_rmsnorm_slots, rmsnorm_slots, rmsnorm_slots_reference
+from qerld_kernels.rmsnorm import add_rmsnorm_slots, rmsnorm, rmsnorm_slots, rmsnorm_slots_reference
 
 # The interpreter cuts fp32 down to bf16 where a GPU rounds.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}
@@ -72,3 +72,14 @@ def test_rows_may_be_strided_and_channels_not(device: str) -> None:
         rmsnorm_slots(x.T.contiguous().T, weight, table, slots, 1e-5)
     with pytest.raises(ValueError, match=r"residual: must be torch\.float32"):
         add_rmsnorm_slots(x, x[:3], weight, table, slots, 1e-5)
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+@pytest.mark.parametrize("unit_offset", [False, True])
+def test_without_a_gradient_the_trainers_norm_is_the_kernel(noisy: bool, unit_offset: bool, device: str) -> None:
+    x, _, weight, table, _ = inputs(6, 130, torch.float32, device)
+    x, noise = x.view(2, 3, 130), table[1] if noisy else None
+    by_torch = rmsnorm(x.requires_grad_(), weight, 1e-5, noise, unit_offset=unit_offset).detach()
+    with torch.no_grad():
+        found = rmsnorm(x, weight, 1e-5, noise, unit_offset=unit_offset)
+    torch.testing.assert_close(found, by_torch, rtol=2e-6, atol=2e-6)
