@@ -3,7 +3,8 @@
     python benchmarks/gpu_engine.py --model FOLDER --out result.json [--batches 8,64,256] [--dtype float16]
 
 Runs two servers one after the other in processes of their own: ours, and vLLM with stock norms and the same adapter.
-Throughputs are medians of three rounds after a warm-up. Prints nothing of value; everything goes to --out. Runs on the
+Throughputs are medians of three rounds after a warm-up, of one adapter; of our server also of two adapters in turn (as
+while a version takes over) and without one. Prints nothing of value; everything goes to --out. Runs on the
 CPU too (a tiny model), to try the script. On an H200 each server takes almost three minutes to start.
 """
 
@@ -96,7 +97,19 @@ async def with_noise(args: argparse.Namespace, adapter: Path) -> dict[str, Any]:
         stream = engine.generate(NOISY, request_id, prompt, Sampling(max_tokens=tokens))
         return sum([len(delta.token_ids) async for delta in stream])
 
+    async def sample_of_two(request_id: str, prompt: list[int], tokens: int) -> int:
+        key = OTHER if int(request_id.rsplit("-", 1)[1]) % 2 else NOISY
+        stream = engine.generate(key, f"two-{request_id}", prompt, Sampling(max_tokens=tokens))
+        return sum([len(delta.token_ids) async for delta in stream])
+
+    async def sample_of_none(request_id: str, prompt: list[int], tokens: int) -> int:
+        params = engine._sampling_params(prompt, Sampling(max_tokens=tokens))
+        stream = engine._llm.generate({"prompt_token_ids": prompt}, params, f"none-{request_id}")
+        return sum([len(completion.token_ids) async for output in stream for completion in output.outputs])
+
     result["tokens_per_s"] = await by_batch(args, sample)
+    result["tokens_per_s_two_versions"] = await by_batch(args, sample_of_two)
+    result["tokens_per_s_without_adapter"] = await by_batch(args, sample_of_none)
     result["scores"] = alone
     await engine.stop()
     return result

@@ -18,7 +18,8 @@ from qerld_kernels.checkpoint import CheckpointReader
 from qerld_kernels.errors import QuantizationError
 from qerld_kernels.folders import appearing_folder
 from qerld_kernels.model_folder import open_model
-from qerld_kernels.nvfp4 import BLOCK, Search, global_scale_for, quantize
+from qerld_kernels.nvfp4 import BLOCK, Search, global_scale_for
+from qerld_kernels.quantize import quantize
 from qerld_kernels.safetensors_io import ShardWriter, nbytes_of, read_bytes
 
 __all__ = ["Progress", "quantization_config", "quantize_checkpoint"]
@@ -60,13 +61,17 @@ def quantization_config() -> dict[str, Any]:
     }
 
 
-def quantize_checkpoint(model: Path, out: Path, *, search: Search = "absmax", progress: Progress | None = None) -> None:
+def quantize_checkpoint(
+    model: Path, out: Path, *, search: Search = "absmax", device: str = "cpu", progress: Progress | None = None
+) -> None:
     """Quantise the folder `model` into the new or empty folder `out`, which appears complete or not at all.
+
+    Every device makes the same bytes.
 
     Raises:
         CheckpointError: `model` is broken, or lacks a tokenizer, without which the copy could not be used.
         QuantizationError: `out` is in use, the model is already quantised, a layer's inputs are no multiple of 16,
-            a weight is not finite, or the disk is too small.
+            a weight is not finite, the disk is too small, or the device's memory is.
         OSError: writing failed; `out` is left as it was.
     """
     reader = open_model(model)
@@ -76,7 +81,12 @@ def quantize_checkpoint(model: Path, out: Path, *, search: Search = "absmax", pr
     _check_disk(out, sum(nbytes_of(*entry) for plan in plans.values() for entry in plan.values()))
     with appearing_folder(out) as folder:
         _copy_files(reader, folder)
-        _write_shards(reader, folder, plans, search, progress)
+        try:
+            _write_shards(reader, folder, plans, search, device, progress)
+        except torch.OutOfMemoryError as error:
+            raise QuantizationError(
+                f"{device}: its memory is full; stop what else runs there, or take the CPU"
+            ) from error
         _write_index(folder, plans)
 
 
@@ -126,7 +136,12 @@ def _entries(reader: CheckpointReader, names: list[str]) -> _Entries:
 
 
 def _write_shards(
-    reader: CheckpointReader, folder: Path, plans: dict[Path, _Entries], search: Search, progress: Progress | None
+    reader: CheckpointReader,
+    folder: Path,
+    plans: dict[Path, _Entries],
+    search: Search,
+    device: str,
+    progress: Progress | None,
 ) -> None:
     groups = {name: group for group in reader.architecture.groups(reader.layers) for name in group}
     shared: dict[tuple[str, ...], torch.Tensor] = {}
@@ -142,7 +157,7 @@ def _write_shards(
                     group = groups[module]
                     if group not in shared:
                         shared[group] = _group_scale(reader, group)
-                    _write_linear(writer, module, reader.tensor(name), shared[group], search)
+                    _write_linear(writer, module, reader.tensor(name).to(device), shared[group], search)
                 done += info.end - info.start
                 if progress is not None:
                     progress(done, total, name)
@@ -158,9 +173,9 @@ def _write_linear(writer: ShardWriter, module: str, weight: torch.Tensor, g: tor
         quantised = quantize(weight, global_scale=g, search=search)
     except QuantizationError as error:
         raise QuantizationError(f"{module}.{error}") from error
-    writer.write(f"{module}.weight_packed", quantised.packed)
-    writer.write(f"{module}.weight_scale", quantised.scale)
-    writer.write(f"{module}.weight_global_scale", (1.0 / quantised.global_scale).reshape(1))
+    writer.write(f"{module}.weight_packed", quantised.packed.cpu())
+    writer.write(f"{module}.weight_scale", quantised.scale.cpu())
+    writer.write(f"{module}.weight_global_scale", (1.0 / quantised.global_scale).reshape(1).cpu())
 
 
 def _copy_files(reader: CheckpointReader, folder: Path) -> None:

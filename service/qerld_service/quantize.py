@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
+import torch
 from qerld_kernels.errors import CheckpointError, QuantizationError
 from qerld_kernels.nvfp4 import Search
 from qerld_kernels.quantizer import quantize_checkpoint
@@ -30,16 +31,28 @@ def main(argv: Sequence[str]) -> int:
         default="absmax",
         help="block scales by absolute maximum (default) or by least mean square error (slower, no better)",
     )
+    parser.add_argument(
+        "--device",
+        choices=["auto", "cpu", "cuda"],
+        default="auto",
+        help="where to compute: a GPU if there is one (default), or as named; the bytes are the same",
+    )
     arguments = parser.parse_args(argv)
+    device = arguments.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    elif device == "cuda" and not torch.cuda.is_available():
+        sys.stderr.write("qerld quantize: --device cuda: torch finds no GPU here; use cpu or auto\n")
+        return USAGE_ERROR
     try:
-        quantize_with_bar(arguments.model, arguments.out, arguments.search)
+        quantize_with_bar(arguments.model, arguments.out, arguments.search, device)
     except (CheckpointError, QuantizationError, OSError) as error:
         sys.stderr.write(f"qerld quantize: {error}\n")
         return 1 if isinstance(error, OSError) else USAGE_ERROR
     return 0
 
 
-def quantize_with_bar(model: Path, out: Path, search: Search) -> None:
+def quantize_with_bar(model: Path, out: Path, search: Search, device: str) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns) as bar:
         task = bar.add_task("reading", total=None)
@@ -47,5 +60,5 @@ def quantize_with_bar(model: Path, out: Path, search: Search) -> None:
         def show(done: int, total: int, name: str) -> None:
             bar.update(task, completed=done, total=total, description=name)
 
-        quantize_checkpoint(model, out, search=search, progress=show)
+        quantize_checkpoint(model, out, search=search, device=device, progress=show)
         bar.update(task, description=f"wrote {out}")

@@ -216,3 +216,11 @@ def test_shard_writer_refuses_what_was_not_announced(tmp_path: Path) -> None:
         safetensors_io.ShardWriter(tmp_path / "y", entries) as w,
     ):
         w.write("a", torch.zeros(2))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from qerld_service.quantize import main
+
+    assert main([str(tmp_path), str(tmp_path / "out"), "--device", "cuda"]) == 2
+    assert "no GPU here; use cpu or auto" in capsys.readouterr().err
