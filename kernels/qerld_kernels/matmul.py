@@ -21,7 +21,7 @@ __all__ = ["matmul", "matmul_reference", "plan", "remember_scale"]
 
 _WIDE = 16384
 """Outputs from which three warpgroups a program have enough tiles to share."""
-_MOST_FUSED = 2048
+_MOST_FUSED = 1024
 
 
 def plan(tokens: int, outputs: int) -> Plan | None:

@@ -32,7 +32,8 @@ def rmsnorm(
         if noise is not None:
             table[1] = noise
         slots = torch.full((rows.shape[0],), -1 if noise is None else 0, dtype=torch.int32, device=x.device)
-        return rmsnorm_slots(rows, weight, table, slots, eps, unit_offset).view(x.shape)
+        y: torch.Tensor = rmsnorm_slots(rows, weight, table, slots, eps, unit_offset)
+        return y.view(x.shape)
     scale = weight.float()
     if noise is not None:
         scale = scale + noise
