@@ -82,6 +82,7 @@ CONTRACT: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
             "token_mapping_meta": (),
         }
     },
+    "lora/layers/base_linear.py": {"BaseLinearLayerWithLoRA": {"_apply_sync": ("x", "bias")}},
     "lora/ops/triton_ops/lora_kernel_metadata.py": {"LoRAKernelMeta": {"no_lora_flag_cpu": ()}},
     "platforms/cuda.py": {"CudaPlatformBase": {"get_punica_wrapper": ()}},
     "model_executor/layers/utils.py": {

@@ -15,6 +15,10 @@ at once, share the parts of all tiles evenly. What they hold of a tile that othe
 and a second kernel adds the pieces in order, so that results do not depend on timing. Few parts spare pieces, many even
 out the work.
 
+LoRA (`lora.py`): A · x comes from a kernel that runs beside this one until this one comes to a tile's end. There
+B · (A · x) is one more step or more for each adapter with a token in the tile: B is the left operand, read from where
+it lies, and A · x the right one, through the ring. B must be finite: 0 · ∞ would reach tokens of other adapters.
+
 Legend: M tokens, K inputs, N outputs.
 """
 
@@ -22,12 +26,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from qerld_kernels.jit import INTERPRETED, constant, jit, tl
+from qerld_kernels.lora import LOW_COLUMNS, LowRank
 from qerld_kernels.tiles import SIDE, Tiles, check_tiles
 
 try:
@@ -47,7 +53,7 @@ try:
 except ImportError:  # no Triton, or one before Gluon knew Hopper
     gluon = None
 
-__all__ = ["Plan", "can_fuse", "fused_product"]
+__all__ = ["Plan", "aligned", "can_fuse", "fused_product"]
 
 _LOADER_REGISTERS = 24
 _MOST_REGISTERS = 232
@@ -88,8 +94,13 @@ def can_fuse(x: Tensor) -> bool:
     return gluon is not None and not INTERPRETED and x.is_cuda and _capability(x.device)[0] == 9
 
 
-def fused_product(x: Tensor, tiles: Tiles, outputs: int, scale: float, plan: Plan) -> Tensor:
-    """Return (x · W̃ᵀ) · scale [M, N] for x [M, K] in bf16 or fp16.
+def fused_product(
+    x: Tensor, tiles: Tiles, outputs: int, scale: float, plan: Plan, lora: LowRank | None = None
+) -> Tensor:
+    """Return (x · W̃ᵀ) · scale [M, N], plus LoRA's share, for x [M, K] in bf16 or fp16.
+
+    `lora` must come from the launch just before this one, and x from before that, `aligned`: the two run at the same
+    time.
 
     Raises:
         ValueError: a shape, dtype or layout does not fit, or the product is too large for 32-bit places.
@@ -99,8 +110,8 @@ def fused_product(x: Tensor, tiles: Tiles, outputs: int, scale: float, plan: Pla
     y = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
     if tokens == 0:
         return y
-    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:  # TMA reads rows at multiples of 16 bytes
-        x = x.contiguous().clone()
+    if lora is None:
+        x = aligned(x)
     tile_rows, columns = -(-outputs // (SIDE * plan.groups)), tiles.words.shape[1]
     token_tiles, chunk = -(-tokens // plan.tokens), plan.inputs // SIDE
     steps = -(-columns // chunk)
@@ -110,22 +121,34 @@ def fused_product(x: Tensor, tiles: Tiles, outputs: int, scale: float, plan: Pla
     programs = min(_multiprocessors(x.device) * plan.programs, work)
     if work * (programs + 1) >= 1 << 31:
         raise ValueError(f"x: {tokens} tokens are too many for {outputs} outputs and {inputs} inputs; split x")
+    b = [] if lora is None else lora.b
+    begins = [*accumulate(up.shape[2] for up in b), outputs, outputs][:2]
+    swizzled = gl.NVMMASharedLayout(128, 16, 2)
+    low = x if lora is None else lora.low
     pieces = torch.empty(programs * 2 * plan.groups * SIDE * plan.tokens, dtype=torch.float32, device=x.device)
     _kernel[(programs,)](
-        TensorDescriptor(x, [tokens, inputs], [x.stride(0), 1], [plan.tokens, SIDE], gl.NVMMASharedLayout(128, 16, 2)),
+        TensorDescriptor(x, [tokens, inputs], [x.stride(0), 1], [plan.tokens, SIDE], swizzled),
         _flat(tiles.words, 256 * chunk, 64),
         _flat(tiles.scale, SIDE * chunk, 32),
-        y, pieces, scale * 2**7, tokens, outputs, columns, token_tiles, part, parts,
+        TensorDescriptor(low, [*low.shape], [low.stride(0), 1], [plan.tokens, LOW_COLUMNS], swizzled),
+        y, pieces, y if lora is None else lora.live, *[*b, y, y, y][:3],
+        scale * 2**7, tokens, outputs, columns, token_tiles, part, parts, *begins, b[0].shape[0] if b else 0,
+        PIECES=len(b), RANK=b[0].shape[3] if b else 0, LOW_STEPS=low.shape[1] // LOW_COLUMNS if b else 0,
         GROUPS=plan.groups, TOKENS=plan.tokens, CHUNK=chunk, STAGES=plan.stages, LOADER_REGISTERS=_LOADER_REGISTERS,
-        REGISTERS=plan.own_registers, num_warps=4, maxnreg=plan.registers,
+        REGISTERS=plan.own_registers, num_warps=4, maxnreg=plan.registers, launch_pdl=lora is not None,
     )  # fmt: skip
     if parts > 1 and (work % programs or work // programs % parts):  # some tile was shared
         rows = min(plan.tokens, _PIECE_TOKENS)
         _add_pieces[(tile_rows * token_tiles, plan.groups * (plan.tokens // rows))](
             pieces, y, scale * 2**7, tokens, outputs, parts, token_tiles, programs, work,
-            GROUPS=plan.groups, TOKENS=plan.tokens, ROWS=rows, num_warps=4,
+            SCALED_TAIL=lora is not None, GROUPS=plan.groups, TOKENS=plan.tokens, ROWS=rows, num_warps=4,
         )  # fmt: skip
     return y
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x, or a copy of it if its rows do not begin at multiples of 16 bytes, which TMA asks for."""
+    return x if x.stride(1) == 1 and x.stride(0) % 8 == x.data_ptr() % 16 == 0 else x.contiguous().clone()
 
 
 def _flat(tensor: Tensor, block: int, bits: int) -> Any:
@@ -186,7 +209,9 @@ _SCALE_REGISTERS = constant("=&r,=&r,=&r,=&r,r")
 
 @_gluon
 def _kernel(
-    x_desc, words_desc, scale_desc, y_ptr, pieces_ptr, factor, tokens, outputs, columns, token_tiles, part, parts,
+    x_desc, words_desc, scale_desc, low_desc, y_ptr, pieces_ptr, live_ptr, b0_ptr, b1_ptr, b2_ptr,
+    factor, tokens, outputs, columns, token_tiles, part, parts, begin1, begin2, loras,
+    PIECES: gl.constexpr, RANK: gl.constexpr, LOW_STEPS: gl.constexpr,
     GROUPS: gl.constexpr, TOKENS: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
     LOADER_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -204,30 +229,39 @@ def _kernel(
     # Compile-time arguments stay such only in a literal tuple, hence the repetition.
     if GROUPS == 1:
         gl.warp_specialize([
-            (_multiply, (x_ring, words_ring, scale_ring, full, empty, y_ptr, pieces_ptr, factor, tokens, outputs,
-                         columns, token_tiles, part, parts, GROUPS, TOKENS, CHUNK, STAGES, BF16, 0)),
-            (_load, (x_desc, words_desc, scale_desc, x_ring, words_ring, scale_ring, full, empty, outputs, columns,
-                     token_tiles, part, parts, GROUPS, TOKENS, CHUNK, STAGES)),
+            (_multiply, (x_ring, words_ring, scale_ring, full, empty, y_ptr, pieces_ptr, live_ptr, b0_ptr, b1_ptr,
+                         b2_ptr, factor, tokens, outputs, columns, token_tiles, part, parts, begin1, begin2, loras,
+                         PIECES, RANK, LOW_STEPS, GROUPS, TOKENS, CHUNK, STAGES, BF16, 0)),
+            (_load, (x_desc, words_desc, scale_desc, low_desc, x_ring, words_ring, scale_ring, full, empty, live_ptr,
+                     tokens, outputs, columns, token_tiles, part, parts, loras,
+                     PIECES, LOW_STEPS, GROUPS, TOKENS, CHUNK, STAGES)),
         ], [1], [LOADER_REGISTERS])  # fmt: skip
     elif GROUPS == 2:
         gl.warp_specialize([
-            (_multiply, (x_ring, words_ring, scale_ring, full, empty, y_ptr, pieces_ptr, factor, tokens, outputs,
-                         columns, token_tiles, part, parts, GROUPS, TOKENS, CHUNK, STAGES, BF16, 0)),
-            (_multiply, (x_ring, words_ring, scale_ring, full, empty, y_ptr, pieces_ptr, factor, tokens, outputs,
-                         columns, token_tiles, part, parts, GROUPS, TOKENS, CHUNK, STAGES, BF16, 1)),
-            (_load, (x_desc, words_desc, scale_desc, x_ring, words_ring, scale_ring, full, empty, outputs, columns,
-                     token_tiles, part, parts, GROUPS, TOKENS, CHUNK, STAGES)),
+            (_multiply, (x_ring, words_ring, scale_ring, full, empty, y_ptr, pieces_ptr, live_ptr, b0_ptr, b1_ptr,
+                         b2_ptr, factor, tokens, outputs, columns, token_tiles, part, parts, begin1, begin2, loras,
+                         PIECES, RANK, LOW_STEPS, GROUPS, TOKENS, CHUNK, STAGES, BF16, 0)),
+            (_multiply, (x_ring, words_ring, scale_ring, full, empty, y_ptr, pieces_ptr, live_ptr, b0_ptr, b1_ptr,
+                         b2_ptr, factor, tokens, outputs, columns, token_tiles, part, parts, begin1, begin2, loras,
+                         PIECES, RANK, LOW_STEPS, GROUPS, TOKENS, CHUNK, STAGES, BF16, 1)),
+            (_load, (x_desc, words_desc, scale_desc, low_desc, x_ring, words_ring, scale_ring, full, empty, live_ptr,
+                     tokens, outputs, columns, token_tiles, part, parts, loras,
+                     PIECES, LOW_STEPS, GROUPS, TOKENS, CHUNK, STAGES)),
         ], [4, 1], [REGISTERS, LOADER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_multiply, (x_ring, words_ring, scale_ring, full, empty, y_ptr, pieces_ptr, factor, tokens, outputs,
-                         columns, token_tiles, part, parts, GROUPS, TOKENS, CHUNK, STAGES, BF16, 0)),
-            (_multiply, (x_ring, words_ring, scale_ring, full, empty, y_ptr, pieces_ptr, factor, tokens, outputs,
-                         columns, token_tiles, part, parts, GROUPS, TOKENS, CHUNK, STAGES, BF16, 1)),
-            (_multiply, (x_ring, words_ring, scale_ring, full, empty, y_ptr, pieces_ptr, factor, tokens, outputs,
-                         columns, token_tiles, part, parts, GROUPS, TOKENS, CHUNK, STAGES, BF16, 2)),
-            (_load, (x_desc, words_desc, scale_desc, x_ring, words_ring, scale_ring, full, empty, outputs, columns,
-                     token_tiles, part, parts, GROUPS, TOKENS, CHUNK, STAGES)),
+            (_multiply, (x_ring, words_ring, scale_ring, full, empty, y_ptr, pieces_ptr, live_ptr, b0_ptr, b1_ptr,
+                         b2_ptr, factor, tokens, outputs, columns, token_tiles, part, parts, begin1, begin2, loras,
+                         PIECES, RANK, LOW_STEPS, GROUPS, TOKENS, CHUNK, STAGES, BF16, 0)),
+            (_multiply, (x_ring, words_ring, scale_ring, full, empty, y_ptr, pieces_ptr, live_ptr, b0_ptr, b1_ptr,
+                         b2_ptr, factor, tokens, outputs, columns, token_tiles, part, parts, begin1, begin2, loras,
+                         PIECES, RANK, LOW_STEPS, GROUPS, TOKENS, CHUNK, STAGES, BF16, 1)),
+            (_multiply, (x_ring, words_ring, scale_ring, full, empty, y_ptr, pieces_ptr, live_ptr, b0_ptr, b1_ptr,
+                         b2_ptr, factor, tokens, outputs, columns, token_tiles, part, parts, begin1, begin2, loras,
+                         PIECES, RANK, LOW_STEPS, GROUPS, TOKENS, CHUNK, STAGES, BF16, 2)),
+            (_load, (x_desc, words_desc, scale_desc, low_desc, x_ring, words_ring, scale_ring, full, empty, live_ptr,
+                     tokens, outputs, columns, token_tiles, part, parts, loras,
+                     PIECES, LOW_STEPS, GROUPS, TOKENS, CHUNK, STAGES)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, LOADER_REGISTERS])  # fmt: skip
 
 
@@ -252,8 +286,9 @@ def _steps(unit, end, columns, part, parts, CHUNK: gl.constexpr):
 
 @_gluon
 def _load(
-    x_desc, words_desc, scale_desc, x_ring, words_ring, scale_ring, full, empty, outputs, columns, token_tiles,
-    part, parts,
+    x_desc, words_desc, scale_desc, low_desc, x_ring, words_ring, scale_ring, full, empty, live_ptr,
+    tokens, outputs, columns, token_tiles, part, parts, loras,
+    PIECES: gl.constexpr, LOW_STEPS: gl.constexpr,
     GROUPS: gl.constexpr, TOKENS: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Fill the ring, step after step, across tiles."""
@@ -277,12 +312,26 @@ def _load(
             for own in gl.static_range(CHUNK):
                 copy_tile(x_desc, [token, (column + own) * 64], arrived, x_ring.index(stage * CHUNK + own))
             turn += 1
+        if PIECES > 0:  # noqa: SIM102 - the outer one is settled when it is compiled
+            if unit == tile * parts + parts:
+                live = _live(live_ptr, token, tokens, TOKENS)
+                for lora in range(loras):
+                    if (live >> lora) & 1 != 0:
+                        for block in gl.static_range(LOW_STEPS):
+                            stage = turn % STAGES
+                            mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
+                            arrived = full.index(stage)
+                            mbarrier.expect(arrived, TOKENS * 128)
+                            place = [lora * tokens + token, block * 64]
+                            copy_tile(low_desc, place, arrived, x_ring.index(stage * CHUNK))
+                            turn += 1
 
 
 @_gluon
 def _multiply(
-    x_ring, words_ring, scale_ring, full, empty, y_ptr, pieces_ptr, factor, tokens, outputs, columns, token_tiles,
-    part, parts,
+    x_ring, words_ring, scale_ring, full, empty, y_ptr, pieces_ptr, live_ptr, b0_ptr, b1_ptr, b2_ptr,
+    factor, tokens, outputs, columns, token_tiles, part, parts, begin1, begin2, loras,
+    PIECES: gl.constexpr, RANK: gl.constexpr, LOW_STEPS: gl.constexpr,
     GROUPS: gl.constexpr, TOKENS: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, BF16: gl.constexpr,
     GROUP: gl.constexpr,
 ):  # fmt: skip
@@ -330,15 +379,60 @@ def _multiply(
                 total, weight = warpgroup_mma_wait(0, deps=[total, weight])
         mbarrier.arrive(empty.index(stage))
         turn += 1
+        row = ((tile // token_tiles) * GROUPS + GROUP) * 64
+        token = (tile % token_tiles) * TOKENS
+        if PIECES > 0:  # noqa: SIM102 - the outer one is settled when it is compiled
+            if unit == tile * parts + parts:
+                total *= factor
+                live = _live(live_ptr, token, tokens, TOKENS)
+                for lora in range(loras):
+                    if (live >> lora) & 1 != 0:
+                        for block in gl.static_range(LOW_STEPS):
+                            b = _rows_of_b(b0_ptr, lora, begin1, row, block * 64, RANK, mma)
+                            if PIECES > 1:  # noqa: SIM102
+                                if row >= begin1:
+                                    column = block * 64 - RANK
+                                    b = _rows_of_b(b1_ptr, lora, begin2 - begin1, row - begin1, column, RANK, mma)
+                            if PIECES > 2:  # noqa: SIM102
+                                if row >= begin2:
+                                    column = block * 64 - 2 * RANK
+                                    b = _rows_of_b(b2_ptr, lora, outputs - begin2, row - begin2, column, RANK, mma)
+                            stage = turn % STAGES
+                            mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
+                            low = x_ring.index(stage * CHUNK).permute((1, 0))
+                            total = warpgroup_mma(b, low, total, is_async=True)
+                            total, b = warpgroup_mma_wait(0, deps=[total, b])
+                            mbarrier.arrive(empty.index(stage))
+                            turn += 1
         if unit - begin == parts:
-            row = (tile // token_tiles) * GROUPS + GROUP
-            _store(total, y_ptr, factor, tokens, outputs, row * 64, (tile % token_tiles) * TOKENS, TOKENS)
+            _store(total, y_ptr, 1.0 if PIECES > 0 else factor, tokens, outputs, row, token, TOKENS)
         else:
             head = ((tile * parts + 1) * programs - 1) // work  # the program with the tile's first part
             slot = (own * 2 + (head == own).to(gl.int32)) * GROUPS + GROUP
             n = gl.arange(0, 64, gl.SliceLayout(1, mma))[:, None]
             m = gl.arange(0, TOKENS, gl.SliceLayout(0, mma))[None, :]
             gl.store(pieces_ptr + slot.to(gl.int64) * (64 * TOKENS) + n * TOKENS + m, total)
+
+
+@_gluon
+def _live(live_ptr, token, tokens, TOKENS: gl.constexpr):
+    """Bit l: a token of the tile is in slot l; read as soon as the kernel that says so is done."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    live = 0
+    for tile in gl.static_range((TOKENS + 15) // 16):
+        at = token // 16 + tile
+        live |= gl.load(live_ptr + at, mask=at * 16 < tokens, other=0)
+    return live
+
+
+@_gluon
+def _rows_of_b(b_ptr, lora, width, row, column, RANK: gl.constexpr, mma: gl.constexpr):
+    """64 rows of B[lora] [width, RANK], 64 columns from one that may lie before it or in it, zeros around it."""
+    dot: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    n = (row + gl.arange(0, 64, gl.SliceLayout(1, dot)))[:, None]
+    r = (column + gl.arange(0, 64, gl.SliceLayout(0, dot)))[None, :]
+    at = b_ptr + (lora.to(gl.int64) * width + n) * RANK + r
+    return gl.load(at, mask=(n >= 0) & (n < width) & (r >= 0) & (r < RANK), other=0.0)
 
 
 @_gluon
@@ -420,9 +514,9 @@ def _store(total, y_ptr, factor, tokens, outputs, output, token, TOKENS: gl.cons
 @jit
 def _add_pieces(
     pieces_ptr, y_ptr, factor, tokens, outputs, parts, token_tiles, programs, work,
-    GROUPS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    SCALED_TAIL: tl.constexpr, GROUPS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """y of 64 outputs and ROWS tokens of a tile that several programs worked on."""
+    """y of 64 outputs and ROWS tokens of a tile that several programs worked on; the last may have scaled its piece."""
     tile = tl.program_id(0)
     group, block = tl.program_id(1) % GROUPS, tl.program_id(1) // GROUPS
     head = ((tile * parts + 1) * programs - 1) // work
@@ -432,9 +526,11 @@ def _add_pieces(
         n = tl.arange(0, 64)[:, None]
         at = n * TOKENS + m
         total = tl.load(pieces_ptr + ((head * 2 + 1) * GROUPS + group).to(tl.int64) * (64 * TOKENS) + at)
-        for program in range(head + 1, tail + 1):
+        for program in range(head + 1, tail):
             total += tl.load(pieces_ptr + (program * 2 * GROUPS + group).to(tl.int64) * (64 * TOKENS) + at)
+        last = tl.load(pieces_ptr + (tail * 2 * GROUPS + group).to(tl.int64) * (64 * TOKENS) + at)
+        total = total * factor + last * (1.0 if SCALED_TAIL else factor)
         m += (tile % token_tiles) * TOKENS
         n += ((tile // token_tiles) * GROUPS + group) * 64
-        y = (total * factor).to(y_ptr.dtype.element_ty)
+        y = total.to(y_ptr.dtype.element_ty)
         tl.store(y_ptr + m.to(tl.int64) * outputs + n, y, mask=(m < tokens) & (n < outputs))

@@ -1,4 +1,4 @@
-"""y = (x · W̃ᵀ) · g for tiled NVFP4 weights, W̃ = e2m1 · e4m3: the product that serving uses.
+"""y = (x · W̃ᵀ) · g for tiled NVFP4 weights, W̃ = e2m1 · e4m3, with LoRA or without: the products that serving uses.
 
 Two ways, chosen by the number of tokens M: fused (`fused_product.py`), or W̃ into a scratch and the library's product,
 which is the better one for large M and the only one where the fused kernel does not run.
@@ -14,19 +14,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qerld_kernels.fused_product import Plan, can_fuse, fused_product
-from qerld_kernels.tiles import Tiles, dequantize_tiles, dequantize_tiles_reference
+from qerld_kernels.fused_product import Plan, aligned, can_fuse, fused_product
+from qerld_kernels.lora import add_lora, check_lora, shrink_low, tickets_for
+from qerld_kernels.tiles import SIDE, Tiles, dequantize_tiles, dequantize_tiles_reference
 
-__all__ = ["matmul", "matmul_reference", "plan", "remember_scale"]
+__all__ = ["MOST_FUSED", "lora_matmul", "matmul", "matmul_reference", "plan", "remember_scale"]
 
 _WIDE = 16384
 """Outputs from which three warpgroups a program have enough tiles to share."""
-_MOST_FUSED = 1024
+MOST_FUSED = 1024
+"""Tokens up to which `plan` has one."""
+_MOST_SLOTS = 32
 
 
 def plan(tokens: int, outputs: int) -> Plan | None:
     """Return how to compute a product of this size; None: dequantise. Measured on an H200 (benchmarks/README.md)."""
-    if tokens > _MOST_FUSED:
+    if tokens > MOST_FUSED:
         return None
     if tokens <= 32:
         return Plan(8 if tokens <= 8 else 16 if tokens <= 16 else 32, 1, 256, 4 if tokens <= 16 else 2, 3)
@@ -41,6 +44,47 @@ def matmul_reference(x: Tensor, tiles: Tiles, outputs: int, global_scale: Tensor
     """y [M, N] in plain torch, in fp32 until the one rounding."""
     weight = dequantize_tiles_reference(tiles, outputs, x.shape[1], torch.float32)
     return ((x.float() @ weight.T) * global_scale).to(x.dtype)
+
+
+@torch.library.custom_op("qerld::nvfp4_lora_matmul", mutates_args=())
+def lora_matmul(
+    x: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    global_scale: Tensor,
+    outputs: int,
+    a: list[Tensor],
+    b: list[Tensor],
+    slots: Tensor,
+    none: Tensor,
+    tickets: Tensor,
+) -> Tensor:
+    """`matmul`, and `add_lora` to its result, in one kernel beside another where that can be.
+
+    a, b, slots, none: of `add_lora`; tickets: of `lora.shrink_low`, which is zero again afterwards.
+
+    Raises:
+        ValueError: a shape, dtype or layout does not fit.
+    """
+    check_lora(x, a, b, slots, none)
+    widths, tokens = [up.shape[2] for up in b], x.shape[0]
+    if sum(widths) != outputs:
+        raise ValueError(f"b: must have {outputs} outputs in all, as the weight, got {widths}")
+    chosen = plan(tokens, outputs)
+    whole = all(width % SIDE == 0 for width in widths[:-1])  # no tile of outputs lies in two pieces
+    fits = b[0].shape[0] <= _MOST_SLOTS and tickets_for(tokens, len(a)) <= tickets.numel()
+    if none.item() or tokens == 0 or chosen is None or not (can_fuse(x) and whole and fits):
+        y: Tensor = matmul(x, words, scale, global_scale, outputs)
+        add_lora(y, x, a, b, slots, none)
+        return y
+    x = aligned(x)
+    low = shrink_low(x, a, b, slots, tickets)
+    return fused_product(x, Tiles(words, scale), outputs, _on_host(global_scale), chosen, low)
+
+
+@lora_matmul.register_fake
+def _(x: Tensor, words: Tensor, scale: Tensor, global_scale: Tensor, outputs: int, *_others: object) -> Tensor:
+    return x.new_empty(x.shape[0], outputs)
 
 
 _host_scales: dict[int, float] = {}

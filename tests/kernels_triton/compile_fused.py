@@ -15,17 +15,23 @@ from triton.experimental.gluon._runtime import GluonASTSource
 TARGET = GPUTarget("cuda", 90, 32)
 
 
-def ptx(chosen: Plan, dtype: str) -> str:
-    """The steps of `triton.compile` before ptxas, which not every Triton brings along."""
+def ptx(chosen: Plan, dtype: str, pieces: int) -> str:
+    """With LoRA of so many pieces. The steps of `triton.compile` before ptxas, which not every Triton brings along."""
     chunk = chosen.inputs // 64
     swizzled, wide, narrow = (gl.NVMMASharedLayout(*a) for a in ((128, 16, 2), (0, 64, 1), (0, 32, 1)))
     signature: dict[str, str] = dict.fromkeys(_kernel.arg_names, "constexpr")
-    signature |= dict.fromkeys(("tokens", "outputs", "columns", "token_tiles", "part", "parts"), "i32")
-    signature |= {"y_ptr": f"*{dtype}", "pieces_ptr": "*fp32", "factor": "fp32"}
-    signature["x_desc"] = f"tensordesc<{dtype}[{chosen.tokens}, 64],{swizzled!r}>"
+    signature |= dict.fromkeys(
+        ("tokens", "outputs", "columns", "token_tiles", "part", "parts", "begin1", "begin2", "loras"), "i32"
+    )
+    signature |= dict.fromkeys(("y_ptr", "b0_ptr", "b1_ptr", "b2_ptr"), f"*{dtype}")
+    signature |= {"live_ptr": "*i32", "pieces_ptr": "*fp32", "factor": "fp32"}
+    signature |= dict.fromkeys(("x_desc", "low_desc"), f"tensordesc<{dtype}[{chosen.tokens}, 64],{swizzled!r}>")
     signature["words_desc"] = f"tensordesc<i64[{chunk * 256}],{wide!r}>"
     signature["scale_desc"] = f"tensordesc<i32[{chunk * 64}],{narrow!r}>"
     constants = {
+        "PIECES": pieces,
+        "RANK": 32 if pieces else 0,
+        "LOW_STEPS": -(-pieces * 32 // 64),
         "GROUPS": chosen.groups,
         "TOKENS": chosen.tokens,
         "CHUNK": chunk,
@@ -59,4 +65,4 @@ if __name__ == "__main__":
         for dtype in ("bf16", "fp16"):
             chosen = plan(tokens, 1)
             assert chosen is not None
-            print(tokens, dtype, ptx(chosen, dtype).count("wgmma.mma_async"))
+            print(tokens, dtype, *(ptx(chosen, dtype, pieces).count("wgmma.mma_async") for pieces in (0, 3)))

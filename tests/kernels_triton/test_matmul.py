@@ -13,7 +13,8 @@ import torch
 from qerld_kernels.dequantize import dequantize_reference
 from qerld_kernels.fused_product import Plan, _add_pieces, can_fuse, fused_product
 from qerld_kernels.jit import INTERPRETED
-from qerld_kernels.matmul import matmul, matmul_reference, plan, remember_scale
+from qerld_kernels.lora import shrink_low_reference, tickets_for
+from qerld_kernels.matmul import lora_matmul, matmul, matmul_reference, plan, remember_scale
 from qerld_kernels.nvfp4 import Nvfp4Tensor, quantize
 from qerld_kernels.tiles import Tiles, tile
 from torch import Tensor
@@ -115,6 +116,36 @@ def test_rows_of_x_may_be_strided_and_misaligned(start: int, device: str) -> Non
     assert torch.equal(matmul(x, *arguments), matmul(x.contiguous(), *arguments))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rank", "widths"), [(32, (48,)), (32, (64, 128, 70)), (64, (128, 64)), (16, (40, 30))])
+@pytest.mark.parametrize("tokens", [1, 7, 17, 64, 130, 300, 1100])
+def test_with_lora(tokens: int, rank: int, widths: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    """The last widths do not fit the fused kernel, nor do 1,100 tokens; slot 2 has no tokens and is full of NaN."""
+    outputs, inputs, slots = sum(widths), 576, 4
+    packed, x = weight(outputs, inputs), torch.randn(tokens, inputs).to(dtype)
+    drawn = torch.tensor([-1, 0, 1, 3])[torch.randint(0, 4, (tokens,))]
+    a = [(torch.randn(slots, 1, rank, inputs) / 24).to(dtype) for _ in widths]
+    b = [torch.randn(slots, 1, width, rank).to(dtype) / 8 for width in widths]
+    a[0][2], b[0][2] = torch.nan, torch.nan
+    tiles = on(device, tile(packed.packed, packed.scale))
+    tickets = torch.zeros(tickets_for(300, 3), dtype=torch.int32, device=device)
+    low = shrink_low_reference(x, a, b, drawn).low.view(slots, tokens, -1).double()
+    wanted, begin = exact(x, packed), 0
+    for piece, up in enumerate(b):
+        for slot in (0, 1, 3):
+            columns = low[slot, :, piece * rank : piece * rank + rank]
+            wanted[:, begin : begin + up.shape[2]] += columns @ up[slot, 0].double().T
+        begin += up.shape[2]
+    for none, more in ((False, wanted), (True, exact(x, packed))):
+        found = lora_matmul(
+            x.to(device), tiles.words, tiles.scale, packed.global_scale.to(device), outputs,
+            [down.to(device) for down in a], [up.to(device) for up in b], drawn.to(device), torch.tensor([none]),
+            tickets,
+        )  # fmt: skip
+        assert_rounded(found, more)
+    assert tickets.count_nonzero() == 0
+
+
 REFUSED: list[tuple[str, Callable[[Tensor, Tiles], tuple[Tensor, Tiles]]]] = [
     (r"x: must be bf16 or fp16 \[M, K\]", lambda x, t: (x.float(), t)),
     (r"x: must be bf16 or fp16 \[M, K\]", lambda x, t: (x[0], t)),
@@ -135,8 +166,9 @@ def test_what_does_not_fit_is_refused(
 
 
 @pytest.mark.parametrize("programs", [2, 3, 5, 12])
-def test_pieces_of_shared_tiles_are_added(programs: int, device: str) -> None:
-    """Two rows of tiles and two of tokens, three steps each, among some programs; step s of tile t adds 10 t + s."""
+@pytest.mark.parametrize("scaled_tail", [False, True])
+def test_pieces_of_shared_tiles_are_added(programs: int, scaled_tail: bool, device: str) -> None:
+    """Two rows of tiles and two of tokens, three parts each, among some programs; part s of tile t adds 10 t + s + 1."""
     groups, width, rows, tokens, outputs, steps = 2, 16, 2, 30, 250, 3
     tiles = rows * 2
     work = tiles * steps
@@ -150,11 +182,14 @@ def test_pieces_of_shared_tiles_are_added(programs: int, device: str) -> None:
             if len(mine) == steps:
                 whole.add(at)
             elif mine:
-                pieces[program, int(mine[0] == at * steps)] = sum(10 * at + unit % steps + 1 for unit in mine) * pattern
+                factor = 0.5 if scaled_tail and mine[-1] == at * steps + steps - 1 else 1.0
+                amount = factor * sum(10 * at + unit % steps + 1 for unit in mine)
+                pieces[program, int(mine[0] == at * steps)] = amount * pattern
     y = torch.full((tokens, outputs), -1.0, dtype=torch.float16, device=device)
     _add_pieces[(tiles, groups)](
-        pieces.to(device), y, 0.5, tokens, outputs, steps, 2, programs, work, GROUPS=groups, TOKENS=width, ROWS=width
-    )
+        pieces.to(device), y, 0.5, tokens, outputs, steps, 2, programs, work,
+        SCALED_TAIL=scaled_tail, GROUPS=groups, TOKENS=width, ROWS=width,
+    )  # fmt: skip
     wanted = torch.full((2 * width, rows * groups * 64), -1.0)
     for at in set(range(tiles)) - whole:
         block = 0.5 * (30 * at + 6) * pattern.reshape(groups * 64, width).T
@@ -169,4 +204,6 @@ def test_the_fused_kernel_compiles_for_hopper() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert [int(line.split()[-1]) for line in done.stdout.splitlines()] == [32, 32, 16, 16]
+    # Of a 64 × 64 tile four, twice over (the last step is apart), for each warpgroup; of LoRA four for 64 columns.
+    counts = [[int(count) for count in line.split()[2:]] for line in done.stdout.splitlines()]
+    assert counts == [[32, 40], [32, 40], [16, 32], [16, 32]]

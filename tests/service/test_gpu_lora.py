@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from qerld_kernels.nvfp4 import quantize
 from qerld_service.gpu_lora import SlotLora, fits, register_gpu_lora
+from qerld_service.nvfp4_scheme import TiledNvfp4
 
 pytest.importorskip("vllm")
 
@@ -38,12 +40,14 @@ def vllm_alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture
 def wrapper(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The wrapper that vLLM finds by name on a GPU once ours is registered, with buffers on the CPU."""
+    from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
     from vllm.lora.ops.triton_ops.lora_kernel_metadata import LoRAKernelMeta
     from vllm.lora.punica_wrapper import punica_gpu
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     monkeypatch.setattr(punica_gpu, "LoRAKernelMeta", LoRAKernelMeta, raising=False)  # imported with Triton only
-    monkeypatch.setattr(punica_gpu, "PunicaWrapperGPU", punica_gpu.PunicaWrapperGPU)  # put back afterwards
+    for where, name in ((punica_gpu, "PunicaWrapperGPU"), (BaseLinearLayerWithLoRA, "_apply_sync")):
+        monkeypatch.setattr(where, name, getattr(where, name))  # put back afterwards
     register_gpu_lora()
     found = resolve_obj_by_qualname(WHERE_VLLM_LOOKS)
     made = found(32, 8, torch.device("cpu"), max_loras=MAX_LORAS, lora_config=lora_config())
@@ -82,7 +86,24 @@ def down_layer(wrapper: Any) -> Any:
     return with_lora(RowParallelLinearWithLoRA(base), wrapper)
 
 
-LAYERS = {"qkv": (qkv_layer, WIDTHS), "gate_up": (gate_up_layer, (96, 96)), "down": (down_layer, (48,))}
+def tiled_layer(wrapper: Any) -> Any:
+    """`gate_up_layer` with its weight as we serve NVFP4."""
+    layer = gate_up_layer(wrapper)
+    base, tensor = layer.base_layer, quantize(torch.randn(192, HIDDEN) / HIDDEN**0.5)
+    for name, value in (("packed", tensor.packed), ("scale", tensor.scale), ("global_scale", 1 / tensor.global_scale)):
+        base.register_parameter(f"weight_{name}", torch.nn.Parameter(value, requires_grad=False))
+    base.scheme = TiledNvfp4()
+    base.scheme.process_weights_after_loading(base)
+    base.quant_method.apply = lambda layer, x, bias=None: layer.scheme.apply_weights(layer, x, bias)
+    return layer
+
+
+LAYERS = {
+    "qkv": (qkv_layer, WIDTHS),
+    "gate_up": (gate_up_layer, (96, 96)),
+    "down": (down_layer, (48,)),
+    "tiled": (tiled_layer, (96, 96)),
+}
 
 
 def with_lora(layer: Any, wrapper: Any) -> Any:
@@ -159,8 +180,17 @@ def test_the_flag_that_no_token_has_an_adapter_is_obeyed(wrapper: Any) -> None:
     assert torch.equal(layer(x)[0], with_adapter)
 
 
-def test_compiled_once_it_reads_slots_and_flag_at_each_call(wrapper: Any) -> None:
-    layer = gate_up_layer(wrapper)
+def test_a_layer_of_ours_is_one_op(wrapper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = tiled_layer(wrapper)
+    fill(layer, (96, 96))
+    set_batch(wrapper, [11] * TOKENS)
+    monkeypatch.setattr(wrapper, "add_lora_linear", None)
+    layer(torch.randn(TOKENS, HIDDEN).bfloat16())
+
+
+@pytest.mark.parametrize("make", [gate_up_layer, tiled_layer])
+def test_compiled_once_it_reads_slots_and_flag_at_each_call(make: Any, wrapper: Any) -> None:
+    layer = make(wrapper)
     adapters = fill(layer, (96, 96))
     compiled = torch.compile(lambda x: layer(x)[0] * 1.0, fullgraph=True, dynamic=True, backend="aot_eager")
     for count, ids in ((6, [11, 12, 0, 14, 12, 11]), (6, [0] * 6), (4, [14, 14, 12, 0])):
@@ -183,6 +213,8 @@ def test_vllm_looks_where_ours_is_put() -> None:
 
 class Stock:
     """Notes what is left to vLLM."""
+
+    _token_lora_indices = torch.zeros(1)
 
     def __init__(self, **_: Any) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -217,7 +249,8 @@ REFUSED = {
 def test_what_does_not_fit_goes_to_vllm_whole(given: list[Any], scale: float) -> None:
     both = Both(lora_config=SimpleNamespace(max_lora_rank=16))
     slices = tuple(b.shape[2] for b in given[3])
-    assert not fits(*given, scale)
+    y, x, a, b = given
+    assert scale != 1.0 or not fits(x, a, b, y.shape[1])
     both.add_lora_linear(*given, scale, slices, add_inputs=False)
     assert both.calls == [(*given, scale, slices, {"add_inputs": False})]
 
@@ -226,7 +259,8 @@ def test_what_does_not_fit_goes_to_vllm_whole(given: list[Any], scale: float) ->
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rank", [8, 128])
 def test_what_fits(rank: int, dtype: torch.dtype, pieces: int) -> None:
-    assert fits(*tensors(pieces, rank, dtype))
+    y, x, a, b = tensors(pieces, rank, dtype)
+    assert fits(x, a, b, y.shape[1])
 
 
 def test_too_large_a_rank_is_said_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
