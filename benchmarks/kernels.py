@@ -16,7 +16,7 @@ import json
 import platform
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from itertools import product
 from multiprocessing import get_context
@@ -248,19 +248,28 @@ def extra_memory(call: Callable[[], None]) -> int:
 
 
 def plans(tokens: int) -> list[Plan]:
-    """Plans worth trying for this many tokens."""
+    """Plans worth trying for this many tokens, but for their parts, which nothing is compiled for."""
     tile = max(8, min(256, 1 << (tokens - 1).bit_length()))
     found = []
     for width, groups, inputs, stages, programs in product(
-        sorted({tile, min(tile, 128)}), (1, 2, 3), (64, 128, 256), (2, 3, 4, 5, 6, 8), (1, 2, 3, 4, 5)
+        sorted({tile, max(8, tile // 2), min(tile, 128)}),
+        (1, 2, 3),
+        (64, 128, 256),
+        (2, 3, 4, 5, 6, 8),
+        (1, 2, 3, 4, 5),
     ):
         plan = Plan(width, groups, inputs, stages, programs)
         shared = stages * inputs // 64 * (128 * width + 2304 * groups) + 64 * width + 4096
         waiting = groups * programs * stages * inputs * 36  # bytes of W̃ in flight; memory wants some 40 KB
-        enough = waiting > (40 << 10 if tokens <= 32 else 24 << 10) and (tokens > 32 or programs > 1)
+        enough = (waiting > 40 << 10 and programs > 1 and inputs > 64) if tokens <= 32 else waiting > 24 << 10
         if enough and shared * programs <= 227 << 10 and plan.own_registers >= width // 2 + 56:
             found.append(plan)
-    return found
+    # Of rings that differ in their depth alone, the two deepest.
+    return [
+        plan
+        for plan in found
+        if sum(replace(o, stages=0) == replace(plan, stages=0) and o.stages > plan.stages for o in found) < 2
+    ]
 
 
 def compile_plan(chosen: Plan) -> None:
@@ -271,7 +280,7 @@ def compile_plan(chosen: Plan) -> None:
 
 
 def tune_rows(models: list[str], tokens: list[int], processes: int) -> Iterator[dict[str, Any]]:
-    """The eight fastest plans for each layer and M."""
+    """The plans within a tenth of the fastest for each layer and M."""
     few = [count for count in tokens if count <= 2048]
     every = sorted({plan for count in few for plan in plans(count)}, key=str)
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
@@ -280,15 +289,19 @@ def tune_rows(models: list[str], tokens: list[int], processes: int) -> Iterator[
         weights = [Weight.random(outputs, inputs) for _ in range(copies(outputs * inputs // 2))]
         for count in few:
             x = torch.randn(count, inputs, dtype=DTYPE, device=DEVICE)
-            taken: list[tuple[float, Plan]] = []
-            for chosen in plans(count):
-                try:
-                    calls = [lambda w=w, p=chosen: fused_product(x, w.tiles, outputs, 1.0, p) for w in weights]
-                    taken.append((microseconds(calls), chosen))
-                except Exception as error:  # too large for the machine
-                    print(f"{chosen}: {type(error).__name__}", flush=True)
-            best = sorted(taken, key=lambda pair: pair[0])[:8]
-            yield {"model": model, "layer": layer, "tokens": count, "best": [[us, asdict(p)] for us, p in best]}
+
+            def took(
+                chosen: Plan, x: Tensor = x, weights: list[Weight] = weights, outputs: int = outputs
+            ) -> tuple[float, Plan]:
+                calls = [lambda w=w: fused_product(x, w.tiles, outputs, 1.0, chosen) for w in weights]
+                return microseconds(calls), chosen
+
+            taken = [took(replace(plan, parts=parts)) for plan in plans(count) for parts in (1, Plan.parts)]
+            taken.sort(key=lambda pair: pair[0])
+            taken += [took(replace(plan, parts=parts)) for _, plan in taken[:4] for parts in (2, 3, 4, 6)]
+            taken.sort(key=lambda pair: pair[0])
+            near = [[us, asdict(plan)] for us, plan in taken if us < 1.1 * taken[0][0]]
+            yield {"model": model, "layer": layer, "tokens": count, "near": near}
 
 
 def layers(models: list[str]) -> list[tuple[str, tuple[str, tuple[int, int]]]]:

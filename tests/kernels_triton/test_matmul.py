@@ -25,7 +25,7 @@ SHAPES = [(1, 64, 256), (3, 20, 64), (17, 130, 576), (123, 70, 112), (300, 1000,
 DTYPES = [torch.float16, torch.bfloat16]
 # What `plan` chooses somewhere, and others: one warpgroup and many tokens, a ring of two.
 PLANS = sorted({chosen for m in (1, 9, 17, 64, 65, 257) for n in (1, 1 << 15) if (chosen := plan(m, n))}, key=str)
-PLANS += [Plan(128, 1, 64, 2, 2), Plan(16, 2, 256, 2, 2)]
+PLANS += [Plan(128, 1, 64, 2, 2, 1), Plan(16, 2, 256, 2, 2, 2), Plan(64, 3, 64, 4, 1, 3)]
 
 
 def weight(outputs: int, inputs: int) -> Nvfp4Tensor:
@@ -168,7 +168,7 @@ def test_what_does_not_fit_is_refused(
 @pytest.mark.parametrize("programs", [2, 3, 5, 12])
 @pytest.mark.parametrize("scaled_tail", [False, True])
 def test_pieces_of_shared_tiles_are_added(programs: int, scaled_tail: bool, device: str) -> None:
-    """Two rows of tiles and two of tokens, three parts each, among some programs; part s of tile t adds 10 t + s + 1."""
+    """Two rows of tiles and two of tokens, three parts each; part s of tile t adds 10 t + s + 1."""
     groups, width, rows, tokens, outputs, steps = 2, 16, 2, 30, 250, 3
     tiles = rows * 2
     work = tiles * steps
