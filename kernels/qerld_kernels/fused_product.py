@@ -349,34 +349,35 @@ def _multiply(
         mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
         words, scales = _fetch(words_ring, scale_ring, stage * GROUPS + GROUP, CHUNK)
         weight = _decode(words[0], scales[0], mma, BF16)
-        for _step in range(first, last - 1):
-            for place in gl.static_range(CHUNK - 1):
+        before = stage  # to be given back once no product reads it
+        for step in range(first, last - 1):
+            for place in gl.static_range(CHUNK):
+                if place == CHUNK - 1:
+                    turn += 1
+                    following = turn % STAGES
+                    mbarrier.wait(full.index(following), (turn // STAGES) & 1)
+                    words, scales = _fetch(words_ring, scale_ring, following * GROUPS + GROUP, CHUNK)
                 x = x_ring.index(stage * CHUNK + place).permute((1, 0))
                 total = warpgroup_mma(weight, x, total, is_async=True)
-                # Among what is waited for, or the compiler would decode after the wait.
-                after = _decode(words[place + 1], scales[place + 1], mma, BF16)
-                total, weight, after = warpgroup_mma_wait(0, deps=[total, weight, after])
+                # One product runs while the next operand is made and the product before it is waited for.
+                after = _decode(words[(place + 1) % CHUNK], scales[(place + 1) % CHUNK], mma, BF16)
+                total, after = warpgroup_mma_wait(1, deps=[total, after])
+                if place == 0:
+                    mbarrier.arrive(empty.index(before), pred=step > first)
                 weight = after
-            turn += 1
-            following = turn % STAGES
-            mbarrier.wait(full.index(following), (turn // STAGES) & 1)
-            words, scales = _fetch(words_ring, scale_ring, following * GROUPS + GROUP, CHUNK)
-            x = x_ring.index(stage * CHUNK + CHUNK - 1).permute((1, 0))
-            total = warpgroup_mma(weight, x, total, is_async=True)
-            after = _decode(words[0], scales[0], mma, BF16)
-            total, weight, after = warpgroup_mma_wait(0, deps=[total, weight, after])
-            weight = after
-            mbarrier.arrive(empty.index(stage))
+            before = stage
             stage = following
         for place in gl.static_range(CHUNK):
             x = x_ring.index(stage * CHUNK + place).permute((1, 0))
             total = warpgroup_mma(weight, x, total, is_async=True)
             if place < CHUNK - 1:
                 after = _decode(words[place + 1], scales[place + 1], mma, BF16)
-                total, weight, after = warpgroup_mma_wait(0, deps=[total, weight, after])
+                total, after = warpgroup_mma_wait(1, deps=[total, after])
                 weight = after
             else:
                 total, weight = warpgroup_mma_wait(0, deps=[total, weight])
+            if place == 0:
+                mbarrier.arrive(empty.index(before), pred=last - first > 1)
         mbarrier.arrive(empty.index(stage))
         turn += 1
         row = ((tile // token_tiles) * GROUPS + GROUP) * 64

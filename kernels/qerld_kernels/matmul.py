@@ -37,7 +37,7 @@ def plan(tokens: int, outputs: int) -> Plan | None:
         return Plan(64, 2, 128, 4, 1)
     if outputs >= _WIDE and tokens <= 256:
         return Plan(128, 3, 128, 4, 1)
-    return Plan(128, 2, 128, 4, 1) if tokens <= 128 else Plan(256, 2, 64, 5, 1)
+    return Plan(128, 2, 128, 4, 1) if tokens <= 128 else Plan(256, 2, 128, 3, 1)
 
 
 def matmul_reference(x: Tensor, tiles: Tiles, outputs: int, global_scale: Tensor) -> Tensor:
