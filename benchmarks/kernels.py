@@ -253,16 +253,17 @@ def plans(tokens: int) -> list[Plan]:
     found = []
     for width, groups, inputs, stages, programs in product(
         sorted({tile, max(8, tile // 2), min(tile, 128)}),
-        (1, 2, 3),
+        (1, 2, 4),
         (64, 128, 256),
         (2, 3, 4, 5, 6, 8),
         (1, 2, 3, 4, 5),
     ):
         plan = Plan(width, groups, inputs, stages, programs)
         shared = stages * inputs // 64 * (128 * width + 2304 * groups) + 64 * width + 4096
+        own = (plan.registers * (groups + 1) - 24) // groups  # registers of a computing thread
         waiting = groups * programs * stages * inputs * 36  # bytes of W̃ in flight; memory wants some 40 KB
         enough = (waiting > 40 << 10 and programs > 1 and inputs > 64) if tokens <= 32 else waiting > 24 << 10
-        if enough and shared * programs <= 227 << 10 and plan.own_registers >= width // 2 + 56:
+        if enough and shared * programs <= 227 << 10 and own >= width // 2 + 56:
             found.append(plan)
     # Of rings that differ in their depth alone, the two deepest.
     return [

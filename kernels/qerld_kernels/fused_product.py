@@ -1,10 +1,10 @@
 """y = (x · W̃ᵀ) · g with W̃ decoded on its way into the tensor cores, for Hopper GPUs.
 
 Written in Gluon, Triton's lower level (`triton.experimental.gluon`), since the products of `tl.dot` wait for each other
-when an operand is made in registers. A program is one loading warp and one to three warpgroups, each with its own 64
-outputs. The loading warp moves tiles of W̃ (`tiles.py`) and of x through a ring in shared memory by TMA; a warpgroup
-decodes 64 × 64 weights into registers, where they are the left operand of `wgmma`, while its product before runs. The
-result is W̃ · xᵀ: only the left operand may come from registers, and tokens may then be as few as 8.
+when an operand is made in registers. A program is one loading warp and some warpgroups, each with its own 64 outputs.
+The loading warp moves tiles of W̃ (`tiles.py`) and of x through a ring in shared memory by TMA; a warpgroup decodes
+64 × 64 weights into registers, where they are the left operand of `wgmma`, while its product before runs. The result is
+W̃ · xᵀ: only the left operand may come from registers, and tokens may then be as few as 8.
 
 Decoding: a nibble's bits, where sign, exponent and mantissa of a bf16 (fp16) number are, are e2m1 · 2⁻¹²⁶ (2⁻¹⁴),
 subnormals included; a scale's are e4m3 · 2⁻¹²⁰ (2⁻⁸), to which 239 (15) is added in the exponent. The product of both
@@ -56,7 +56,6 @@ except ImportError:  # no Triton, or one before Gluon knew Hopper
 __all__ = ["Plan", "aligned", "can_fuse", "fused_product"]
 
 _LOADER_REGISTERS = 24
-_MOST_REGISTERS = 232
 _REGISTER_FILE = 65536
 _PIECE_TOKENS = 32
 
@@ -65,7 +64,7 @@ _PIECE_TOKENS = 32
 class Plan:
     """How to share the work.
 
-    tokens: of a tile, 8 to 256; groups: warpgroups of a program, 1 to 3, 64 outputs each; inputs: of a step, 64, 128
+    tokens: of a tile, 8 to 256; groups: warpgroups of a program, 1, 2 or 4, 64 outputs each; inputs: of a step, 64, 128
     or 256; stages: steps in flight; programs: on each multiprocessor, whose registers they divide among them; parts: of
     a tile, at most.
     """
@@ -79,14 +78,8 @@ class Plan:
 
     @property
     def registers(self) -> int:
-        """A thread's, on average; the loading warp counts as a warpgroup."""
+        """A thread's, on average; the loading warp counts as a warpgroup, and leaves most of its own to the others."""
         return min(168, _REGISTER_FILE // (128 * (self.groups + 1) * self.programs) // 8 * 8)
-
-    @property
-    def own_registers(self) -> int:
-        """Of a computing warpgroup's threads, to which go those that the loading warp leaves."""
-        share = (self.registers * (self.groups + 1) - _LOADER_REGISTERS) // self.groups
-        return min(_MOST_REGISTERS, share // 8 * 8)
 
 
 def can_fuse(x: Tensor) -> bool:
@@ -135,7 +128,7 @@ def fused_product(
         scale * 2**7, tokens, outputs, columns, token_tiles, part, parts, *begins, b[0].shape[0] if b else 0,
         PIECES=len(b), RANK=b[0].shape[3] if b else 0, LOW_STEPS=low.shape[1] // LOW_COLUMNS if b else 0,
         GROUPS=plan.groups, TOKENS=plan.tokens, CHUNK=chunk, STAGES=plan.stages, LOADER_REGISTERS=_LOADER_REGISTERS,
-        REGISTERS=plan.own_registers, num_warps=4, maxnreg=plan.registers, launch_pdl=lora is not None,
+        num_warps=4 * plan.groups, maxnreg=plan.registers, launch_pdl=lora is not None,
     )  # fmt: skip
     if parts > 1 and (work % programs or work // programs % parts):  # some tile was shared
         rows = min(plan.tokens, _PIECE_TOKENS)
@@ -213,56 +206,27 @@ def _kernel(
     factor, tokens, outputs, columns, token_tiles, part, parts, begin1, begin2, loras,
     PIECES: gl.constexpr, RANK: gl.constexpr, LOW_STEPS: gl.constexpr,
     GROUPS: gl.constexpr, TOKENS: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
-    LOADER_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
+    LOADER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Share the work among the warps."""
     BF16: gl.constexpr = y_ptr.dtype.element_ty == gl.bfloat16
     x_ring = gl.allocate_shared_memory(y_ptr.dtype.element_ty, [STAGES * CHUNK, TOKENS, 64], x_desc.layout)
-    words_ring = gl.allocate_shared_memory(gl.int64, [STAGES * GROUPS, CHUNK * 256], words_desc.layout)
-    scale_ring = gl.allocate_shared_memory(gl.int32, [STAGES * GROUPS, CHUNK * 64], scale_desc.layout)
+    words_ring = gl.allocate_shared_memory(gl.int64, [STAGES, GROUPS * CHUNK * 256], words_desc.layout)
+    scale_ring = gl.allocate_shared_memory(gl.int32, [STAGES, GROUPS * CHUNK * 64], scale_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), 1)
-        mbarrier.init(empty.index(stage), GROUPS)
+        mbarrier.init(empty.index(stage), 1)
     fence_async_shared()
-    # Compile-time arguments stay such only in a literal tuple, hence the repetition.
-    if GROUPS == 1:
-        gl.warp_specialize([
-            (_multiply, (x_ring, words_ring, scale_ring, full, empty, y_ptr, pieces_ptr, live_ptr, b0_ptr, b1_ptr,
-                         b2_ptr, factor, tokens, outputs, columns, token_tiles, part, parts, begin1, begin2, loras,
-                         PIECES, RANK, LOW_STEPS, GROUPS, TOKENS, CHUNK, STAGES, BF16, 0)),
-            (_load, (x_desc, words_desc, scale_desc, low_desc, x_ring, words_ring, scale_ring, full, empty, live_ptr,
-                     tokens, outputs, columns, token_tiles, part, parts, loras,
-                     PIECES, LOW_STEPS, GROUPS, TOKENS, CHUNK, STAGES)),
-        ], [1], [LOADER_REGISTERS])  # fmt: skip
-    elif GROUPS == 2:
-        gl.warp_specialize([
-            (_multiply, (x_ring, words_ring, scale_ring, full, empty, y_ptr, pieces_ptr, live_ptr, b0_ptr, b1_ptr,
-                         b2_ptr, factor, tokens, outputs, columns, token_tiles, part, parts, begin1, begin2, loras,
-                         PIECES, RANK, LOW_STEPS, GROUPS, TOKENS, CHUNK, STAGES, BF16, 0)),
-            (_multiply, (x_ring, words_ring, scale_ring, full, empty, y_ptr, pieces_ptr, live_ptr, b0_ptr, b1_ptr,
-                         b2_ptr, factor, tokens, outputs, columns, token_tiles, part, parts, begin1, begin2, loras,
-                         PIECES, RANK, LOW_STEPS, GROUPS, TOKENS, CHUNK, STAGES, BF16, 1)),
-            (_load, (x_desc, words_desc, scale_desc, low_desc, x_ring, words_ring, scale_ring, full, empty, live_ptr,
-                     tokens, outputs, columns, token_tiles, part, parts, loras,
-                     PIECES, LOW_STEPS, GROUPS, TOKENS, CHUNK, STAGES)),
-        ], [4, 1], [REGISTERS, LOADER_REGISTERS])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (_multiply, (x_ring, words_ring, scale_ring, full, empty, y_ptr, pieces_ptr, live_ptr, b0_ptr, b1_ptr,
-                         b2_ptr, factor, tokens, outputs, columns, token_tiles, part, parts, begin1, begin2, loras,
-                         PIECES, RANK, LOW_STEPS, GROUPS, TOKENS, CHUNK, STAGES, BF16, 0)),
-            (_multiply, (x_ring, words_ring, scale_ring, full, empty, y_ptr, pieces_ptr, live_ptr, b0_ptr, b1_ptr,
-                         b2_ptr, factor, tokens, outputs, columns, token_tiles, part, parts, begin1, begin2, loras,
-                         PIECES, RANK, LOW_STEPS, GROUPS, TOKENS, CHUNK, STAGES, BF16, 1)),
-            (_multiply, (x_ring, words_ring, scale_ring, full, empty, y_ptr, pieces_ptr, live_ptr, b0_ptr, b1_ptr,
-                         b2_ptr, factor, tokens, outputs, columns, token_tiles, part, parts, begin1, begin2, loras,
-                         PIECES, RANK, LOW_STEPS, GROUPS, TOKENS, CHUNK, STAGES, BF16, 2)),
-            (_load, (x_desc, words_desc, scale_desc, low_desc, x_ring, words_ring, scale_ring, full, empty, live_ptr,
-                     tokens, outputs, columns, token_tiles, part, parts, loras,
-                     PIECES, LOW_STEPS, GROUPS, TOKENS, CHUNK, STAGES)),
-        ], [4, 4, 1], [REGISTERS, REGISTERS, LOADER_REGISTERS])  # fmt: skip
+    gl.warp_specialize([
+        (_multiply, (x_ring, words_ring, scale_ring, full, empty, y_ptr, pieces_ptr, live_ptr, b0_ptr, b1_ptr, b2_ptr,
+                     factor, tokens, outputs, columns, token_tiles, part, parts, begin1, begin2, loras,
+                     PIECES, RANK, LOW_STEPS, GROUPS, TOKENS, CHUNK, STAGES, BF16)),
+        (_load, (x_desc, words_desc, scale_desc, low_desc, x_ring, words_ring, scale_ring, full, empty, live_ptr,
+                 tokens, outputs, columns, token_tiles, part, parts, loras,
+                 PIECES, LOW_STEPS, GROUPS, TOKENS, CHUNK, STAGES)),
+    ], [1], [LOADER_REGISTERS])  # fmt: skip
 
 
 @_gluon
@@ -306,9 +270,11 @@ def _load(
             mbarrier.expect(arrived, CHUNK * TOKENS * 128 + GROUPS * CHUNK * (2048 + 256))
             for group in gl.static_range(GROUPS):
                 at = (row + group) * columns + column
-                place = stage * GROUPS + group
-                copy_tile(words_desc, [at * 256], arrived, words_ring.index(place))
-                copy_tile(scale_desc, [at * 64], arrived, scale_ring.index(place))
+                words = words_ring.index(stage).slice(group * CHUNK * 256, CHUNK * 256, 0)
+                copy_tile(words_desc, [at * 256], arrived, words)
+                copy_tile(
+                    scale_desc, [at * 64], arrived, scale_ring.index(stage).slice(group * CHUNK * 64, CHUNK * 64, 0)
+                )
             for own in gl.static_range(CHUNK):
                 copy_tile(x_desc, [token, (column + own) * 64], arrived, x_ring.index(stage * CHUNK + own))
             turn += 1
@@ -333,10 +299,10 @@ def _multiply(
     factor, tokens, outputs, columns, token_tiles, part, parts, begin1, begin2, loras,
     PIECES: gl.constexpr, RANK: gl.constexpr, LOW_STEPS: gl.constexpr,
     GROUPS: gl.constexpr, TOKENS: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, BF16: gl.constexpr,
-    GROUP: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup: 64 outputs of each of the program's tiles."""
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
+    """All warpgroups, 64 outputs of each of the program's tiles each."""
+    ROWS: gl.constexpr = 64 * GROUPS
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4 * GROUPS, 1], [16, TOKENS, 16])
     work, unit, end = _share(outputs, token_tiles, parts, GROUPS)
     programs = gl.num_programs(0)
     own = gl.program_id(0)
@@ -344,10 +310,10 @@ def _multiply(
     while unit < end:
         begin = unit
         tile, first, last, unit = _steps(begin, end, columns, part, parts, CHUNK)
-        total = gl.zeros([64, TOKENS], gl.float32, mma)
+        total = gl.zeros([ROWS, TOKENS], gl.float32, mma)
         stage = turn % STAGES
         mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
-        words, scales = _fetch(words_ring, scale_ring, stage * GROUPS + GROUP, CHUNK)
+        words, scales = _fetch(words_ring, scale_ring, stage, GROUPS, CHUNK)
         weight = _decode(words[0], scales[0], mma, BF16)
         before = stage  # to be given back once no product reads it
         for step in range(first, last - 1):
@@ -356,7 +322,7 @@ def _multiply(
                     turn += 1
                     following = turn % STAGES
                     mbarrier.wait(full.index(following), (turn // STAGES) & 1)
-                    words, scales = _fetch(words_ring, scale_ring, following * GROUPS + GROUP, CHUNK)
+                    words, scales = _fetch(words_ring, scale_ring, following, GROUPS, CHUNK)
                 x = x_ring.index(stage * CHUNK + place).permute((1, 0))
                 total = warpgroup_mma(weight, x, total, is_async=True)
                 # One product runs while the next operand is made and the product before it is waited for.
@@ -380,7 +346,7 @@ def _multiply(
                 mbarrier.arrive(empty.index(before), pred=last - first > 1)
         mbarrier.arrive(empty.index(stage))
         turn += 1
-        row = ((tile // token_tiles) * GROUPS + GROUP) * 64
+        row = (tile // token_tiles) * ROWS
         token = (tile % token_tiles) * TOKENS
         if PIECES > 0:  # noqa: SIM102 - the outer one is settled when it is compiled
             if unit == tile * parts + parts:
@@ -389,15 +355,10 @@ def _multiply(
                 for lora in range(loras):
                     if (live >> lora) & 1 != 0:
                         for block in gl.static_range(LOW_STEPS):
-                            b = _rows_of_b(b0_ptr, lora, begin1, row, block * 64, RANK, mma)
-                            if PIECES > 1:  # noqa: SIM102
-                                if row >= begin1:
-                                    column = block * 64 - RANK
-                                    b = _rows_of_b(b1_ptr, lora, begin2 - begin1, row - begin1, column, RANK, mma)
-                            if PIECES > 2:  # noqa: SIM102
-                                if row >= begin2:
-                                    column = block * 64 - 2 * RANK
-                                    b = _rows_of_b(b2_ptr, lora, outputs - begin2, row - begin2, column, RANK, mma)
+                            b = _rows_of_b(
+                                b0_ptr, b1_ptr, b2_ptr, lora, row, begin1, begin2, outputs, block * 64,
+                                PIECES, RANK, GROUPS, mma,
+                            )  # fmt: skip
                             stage = turn % STAGES
                             mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
                             low = x_ring.index(stage * CHUNK).permute((1, 0))
@@ -406,13 +367,13 @@ def _multiply(
                             mbarrier.arrive(empty.index(stage))
                             turn += 1
         if unit - begin == parts:
-            _store(total, y_ptr, 1.0 if PIECES > 0 else factor, tokens, outputs, row, token, TOKENS)
+            _store(total, y_ptr, 1.0 if PIECES > 0 else factor, tokens, outputs, row, token, GROUPS, TOKENS)
         else:
             head = ((tile * parts + 1) * programs - 1) // work  # the program with the tile's first part
-            slot = (own * 2 + (head == own).to(gl.int32)) * GROUPS + GROUP
-            n = gl.arange(0, 64, gl.SliceLayout(1, mma))[:, None]
+            slot = own * 2 + (head == own).to(gl.int32)
+            n = gl.arange(0, ROWS, gl.SliceLayout(1, mma))[:, None]
             m = gl.arange(0, TOKENS, gl.SliceLayout(0, mma))[None, :]
-            gl.store(pieces_ptr + slot.to(gl.int64) * (64 * TOKENS) + n * TOKENS + m, total)
+            gl.store(pieces_ptr + slot.to(gl.int64) * (ROWS * TOKENS) + n * TOKENS + m, total)
 
 
 @_gluon
@@ -427,61 +388,79 @@ def _live(live_ptr, token, tokens, TOKENS: gl.constexpr):
 
 
 @_gluon
-def _rows_of_b(b_ptr, lora, width, row, column, RANK: gl.constexpr, mma: gl.constexpr):
-    """64 rows of B[lora] [width, RANK], 64 columns from one that may lie before it or in it, zeros around it."""
+def _rows_of_b(
+    b0_ptr, b1_ptr, b2_ptr, lora, row, begin1, begin2, outputs, column,
+    PIECES: gl.constexpr, RANK: gl.constexpr, GROUPS: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
+    """Rows of B[lora] and 64 columns of all pieces, which lie along the diagonal: zeros elsewhere."""
     dot: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    n = (row + gl.arange(0, 64, gl.SliceLayout(1, dot)))[:, None]
+    n = (row + gl.arange(0, 64 * GROUPS, gl.SliceLayout(1, dot)))[:, None]
     r = (column + gl.arange(0, 64, gl.SliceLayout(0, dot)))[None, :]
-    at = b_ptr + (lora.to(gl.int64) * width + n) * RANK + r
-    return gl.load(at, mask=(n >= 0) & (n < width) & (r >= 0) & (r < RANK), other=0.0)
+    lora = lora.to(gl.int64)
+    b = gl.load(b0_ptr + (lora * begin1 + n) * RANK + r, mask=(n < begin1) & (r < RANK), other=0.0)
+    if PIECES > 1:
+        own = (n >= begin1) & (n < begin2) & (r >= RANK) & (r < 2 * RANK)
+        b = gl.load(b1_ptr + (lora * (begin2 - begin1) + n - begin1) * RANK + r - RANK, mask=own, other=b)
+    if PIECES > 2:
+        own = (n >= begin2) & (n < outputs) & (r >= 2 * RANK) & (r < 3 * RANK)
+        b = gl.load(b2_ptr + (lora * (outputs - begin2) + n - begin2) * RANK + r - 2 * RANK, mask=own, other=b)
+    return b
 
 
 @_gluon
-def _fetch(words_ring, scale_ring, place, CHUNK: gl.constexpr):
+def _fetch(words_ring, scale_ring, stage, GROUPS: gl.constexpr, CHUNK: gl.constexpr):
     """The words and scales of a step's tiles, each a tuple of `CHUNK`, in registers."""
     # A thread's eight words, or two scales, of a tile are side by side; four lanes hold the same scales.
     words_layout: gl.constexpr = gl.DistributedLinearLayout(
         [[1], [2], [4]] + ([] if CHUNK == 1 else [[1024]] if CHUNK == 2 else [[1024], [2048]]),
-        [[8], [16], [32], [64], [128]], [[256], [512]], [], [1024 * CHUNK],
+        [[8], [16], [32], [64], [128]],
+        [[256], [512]] + ([] if GROUPS == 1 else [[1024 * CHUNK]] if GROUPS == 2 else [[1024 * CHUNK], [2048 * CHUNK]]),
+        [], [1024 * GROUPS * CHUNK],
     )  # fmt: skip
     scale_layout: gl.constexpr = gl.DistributedLinearLayout(
         [[1]] + ([] if CHUNK == 1 else [[64]] if CHUNK == 2 else [[64], [128]]),
-        [[0], [0], [2], [4], [8]], [[16], [32]], [], [64 * CHUNK],
+        [[0], [0], [2], [4], [8]],
+        [[16], [32]] + ([] if GROUPS == 1 else [[64 * CHUNK]] if GROUPS == 2 else [[64 * CHUNK], [128 * CHUNK]]),
+        [], [64 * GROUPS * CHUNK],
     )  # fmt: skip
     flat: gl.constexpr = gl.NVMMASharedLayout(0, 16, 1)
     if _PUBLIC_REINTERPRET:
-        words = words_ring.index(place).reinterpret(gl.uint16, [1024 * CHUNK], flat)
+        words = words_ring.index(stage).reinterpret(gl.uint16, [1024 * GROUPS * CHUNK], flat)
     else:
-        words = words_ring.index(place)._reinterpret(gl.uint16, [1024 * CHUNK], flat)
-    scales = scale_ring.index(place).load(scale_layout)
-    return _parts(words.load(words_layout), CHUNK), _parts(scales, CHUNK)
+        words = words_ring.index(stage)._reinterpret(gl.uint16, [1024 * GROUPS * CHUNK], flat)
+    scales = scale_ring.index(stage).load(scale_layout)
+    return _parts(words.load(words_layout), GROUPS, CHUNK), _parts(scales, GROUPS, CHUNK)
 
 
 @_gluon
-def _parts(values, CHUNK: gl.constexpr):
-    """[CHUNK · n] as a tuple of [n]."""
-    n: gl.constexpr = values.shape[0] // CHUNK
+def _parts(values, GROUPS: gl.constexpr, CHUNK: gl.constexpr):
+    """[GROUPS · CHUNK · n] as a tuple of CHUNK times [GROUPS · n]."""
+    n: gl.constexpr = values.shape[0] // (GROUPS * CHUNK)
     if CHUNK == 1:
         return (values,)
     elif CHUNK == 2:  # noqa: RET505 - Gluon compiles what follows a return too
-        a, b = gl.split(gl.permute(gl.reshape(values, [2, n]), (1, 0)))
-        return (a, b)
+        a, b = gl.split(gl.permute(gl.reshape(values, [GROUPS, 2, n]), (0, 2, 1)))
+        return (gl.reshape(a, [GROUPS * n]), gl.reshape(b, [GROUPS * n]))
     else:
-        low, high = gl.split(gl.permute(gl.reshape(values, [2, 2, n]), (2, 1, 0)))
+        low, high = gl.split(gl.permute(gl.reshape(values, [GROUPS, 2, 2, n]), (0, 3, 2, 1)))
         a, b = gl.split(low)
         c, d = gl.split(high)
-        return (a, b, c, d)
+        return (
+            gl.reshape(a, [GROUPS * n]), gl.reshape(b, [GROUPS * n]),
+            gl.reshape(c, [GROUPS * n]), gl.reshape(d, [GROUPS * n]),
+        )  # fmt: skip
 
 
 @_gluon
 def _decode(words, scales, mma: gl.constexpr, BF16: gl.constexpr):
-    """W̃ · 2⁻⁷ [64, 64] as a left operand. No value moves between threads: the layouts say so, and are checked."""
+    """W̃ · 2⁻⁷ [outputs, 64] as a left operand. No value moves between threads: the layouts say so, and are checked."""
     dot: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    words = gl.reshape(words, [2, 2, 2, 2, 2, 2, 2, 2, 2, 2])
-    words = gl.reshape(gl.permute(words, (0, 1, 8, 2, 3, 4, 7, 5, 6, 9)), [64, 16])
+    GROUPS: gl.constexpr = words.shape[0] // 1024
+    words = gl.reshape(words, [GROUPS, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2])
+    words = gl.reshape(gl.permute(words, (0, 1, 2, 9, 3, 4, 5, 8, 6, 7, 10)), [64 * GROUPS, 16])
     words = gl.convert_layout(words, dot, assert_trivial=True)
-    scales = gl.reshape(gl.permute(gl.reshape(scales, [2, 2, 2, 2, 2, 2]), (0, 1, 5, 2, 3, 4)), [64])
-    scales = gl.convert_layout(scales, gl.SliceLayout(1, dot), assert_trivial=True)
+    scales = gl.permute(gl.reshape(scales, [GROUPS, 2, 2, 2, 2, 2, 2]), (0, 1, 2, 6, 3, 4, 5))
+    scales = gl.convert_layout(gl.reshape(scales, [64 * GROUPS]), gl.SliceLayout(1, dot), assert_trivial=True)
     s0, s1, s2, s3 = gl.inline_asm_elementwise(
         _SCALE_BF16 if BF16 else _SCALE_FP16, _SCALE_REGISTERS, [scales],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
@@ -497,17 +476,17 @@ def _decode(words, scales, mma: gl.constexpr, BF16: gl.constexpr):
             _DECODE_FP16, _DECODE_REGISTERS, operands,
             dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2,
         )  # fmt: skip
-    planes = gl.join(gl.join(p0, p2), gl.join(p1, p3))  # [64, 16, plane // 2, plane % 2]
-    weight = gl.reshape(gl.permute(planes, (0, 2, 3, 1)), [64, 64])
+    planes = gl.join(gl.join(p0, p2), gl.join(p1, p3))  # [outputs, 16, plane // 2, plane % 2]
+    weight = gl.reshape(gl.permute(planes, (0, 2, 3, 1)), [64 * GROUPS, 64])
     return gl.convert_layout(weight, dot, assert_trivial=True)
 
 
 @_gluon
-def _store(total, y_ptr, factor, tokens, outputs, output, token, TOKENS: gl.constexpr):
+def _store(total, y_ptr, factor, tokens, outputs, output, token, GROUPS: gl.constexpr, TOKENS: gl.constexpr):
     """A whole tile, rounded."""
-    layout: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+    layout: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [GROUPS, 4], [0, 1])
     value = gl.convert_layout((total * factor).to(y_ptr.dtype.element_ty), layout)
-    n = (output + gl.arange(0, 64, gl.SliceLayout(1, layout)))[:, None]
+    n = (output + gl.arange(0, 64 * GROUPS, gl.SliceLayout(1, layout)))[:, None]
     m = (token + gl.arange(0, TOKENS, gl.SliceLayout(0, layout)))[None, :]
     gl.store(y_ptr + m.to(gl.int64) * outputs + n, value, mask=(n < outputs) & (m < tokens))
 

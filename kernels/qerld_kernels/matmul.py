@@ -20,14 +20,12 @@ from qerld_kernels.tiles import SIDE, Tiles, dequantize_tiles, dequantize_tiles_
 
 __all__ = ["MOST_FUSED", "lora_matmul", "matmul", "matmul_reference", "plan", "remember_scale"]
 
-_WIDE = 16384
-"""Outputs from which three warpgroups a program have enough tiles to share."""
 MOST_FUSED = 1024
 """Tokens up to which `plan` has one."""
 _MOST_SLOTS = 32
 
 
-def plan(tokens: int, outputs: int) -> Plan | None:
+def plan(tokens: int) -> Plan | None:
     """Return how to compute a product of this size; None: dequantise. Measured on an H200 (benchmarks/README.md)."""
     if tokens > MOST_FUSED:
         return None
@@ -35,8 +33,6 @@ def plan(tokens: int, outputs: int) -> Plan | None:
         return Plan(8 if tokens <= 8 else 16 if tokens <= 16 else 32, 1, 256, 4 if tokens <= 16 else 2, 3)
     if tokens <= 64:
         return Plan(64, 2, 128, 4, 1)
-    if outputs >= _WIDE and tokens <= 256:
-        return Plan(128, 3, 128, 4, 1)
     return Plan(128, 2, 128, 4, 1) if tokens <= 128 else Plan(256, 2, 128, 3, 1)
 
 
@@ -70,7 +66,7 @@ def lora_matmul(
     widths, tokens = [up.shape[2] for up in b], x.shape[0]
     if sum(widths) != outputs:
         raise ValueError(f"b: must have {outputs} outputs in all, as the weight, got {widths}")
-    chosen = plan(tokens, outputs)
+    chosen = plan(tokens)
     whole = all(width % SIDE == 0 for width in widths[:-1])  # no tile of outputs lies in two pieces
     fits = b[0].shape[0] <= _MOST_SLOTS and tickets_for(tokens, len(a)) <= tickets.numel()
     if none.item() or tokens == 0 or chosen is None or not (can_fuse(x) and whole and fits):
@@ -112,7 +108,7 @@ def matmul(x: Tensor, words: Tensor, scale: Tensor, global_scale: Tensor, output
     if x.ndim != 2 or x.dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"x: must be bf16 or fp16 [M, K], got {x.dtype} {tuple(x.shape)}")
     tiles, factor = Tiles(words, scale), _on_host(global_scale)
-    chosen = plan(x.shape[0], outputs)
+    chosen = plan(x.shape[0])
     if chosen is not None and can_fuse(x):
         return fused_product(x, tiles, outputs, factor, chosen)
     weight = dequantize_tiles(tiles, outputs, x.shape[1], x.dtype)

@@ -37,13 +37,12 @@ def ptx(chosen: Plan, dtype: str, pieces: int) -> str:
         "CHUNK": chunk,
         "STAGES": chosen.stages,
         "LOADER_REGISTERS": _LOADER_REGISTERS,
-        "REGISTERS": chosen.own_registers,
     }
     places = {(_kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = GluonASTSource(_kernel, signature, places, {})
     backend = make_backend(TARGET)
     options = backend.parse_options(
-        {"num_warps": 4, "maxnreg": chosen.registers, "ptx_version": 86, **source.parse_options()}
+        {"num_warps": 4 * chosen.groups, "maxnreg": chosen.registers, "ptx_version": 86, **source.parse_options()}
     )
     context = ir.context()
     ir.load_dialects(context)
@@ -63,6 +62,6 @@ def ptx(chosen: Plan, dtype: str, pieces: int) -> str:
 if __name__ == "__main__":
     for tokens in (16, 256):
         for dtype in ("bf16", "fp16"):
-            chosen = plan(tokens, 1)
+            chosen = plan(tokens)
             assert chosen is not None
             print(tokens, dtype, *(ptx(chosen, dtype, pieces).count("wgmma.mma_async") for pieces in (0, 3)))

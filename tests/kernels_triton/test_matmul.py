@@ -24,8 +24,8 @@ from kernels_triton.test_tiles import on
 SHAPES = [(1, 64, 256), (3, 20, 64), (17, 130, 576), (123, 70, 112), (300, 1000, 1040)]
 DTYPES = [torch.float16, torch.bfloat16]
 # What `plan` chooses somewhere, and others: one warpgroup and many tokens, a ring of two.
-PLANS = sorted({chosen for m in (1, 9, 17, 64, 65, 257) for n in (1, 1 << 15) if (chosen := plan(m, n))}, key=str)
-PLANS += [Plan(128, 1, 64, 2, 2, 1), Plan(16, 2, 256, 2, 2, 2), Plan(64, 3, 64, 4, 1, 3)]
+PLANS = sorted({chosen for tokens in (1, 9, 17, 64, 65, 257) if (chosen := plan(tokens))}, key=str)
+PLANS += [Plan(128, 1, 64, 2, 2, 1), Plan(16, 2, 256, 2, 2, 2), Plan(64, 4, 64, 4, 1, 3)]
 
 
 def weight(outputs: int, inputs: int) -> Nvfp4Tensor:
@@ -204,6 +204,6 @@ def test_the_fused_kernel_compiles_for_hopper() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    # Of a 64 × 64 tile four, twice over (the last step is apart), for each warpgroup; of LoRA four for 64 columns.
+    # Of a tile four for each 64 of a step's inputs, twice over (the last step is apart); of LoRA four for 64 columns.
     counts = [[int(count) for count in line.split()[2:]] for line in done.stdout.splitlines()]
-    assert counts == [[32, 40], [32, 40], [16, 32], [16, 32]]
+    assert counts == [[32, 40], [32, 40], [16, 24], [16, 24]]
