@@ -4,11 +4,8 @@ Written in Gluon, Triton's lower level (`triton.experimental.gluon`), since the 
 when an operand is made in registers. A program is one loading warp and some warpgroups, each with its own 64 outputs.
 The loading warp moves tiles of W̃ (`tiles.py`) and of x through a ring in shared memory by TMA; a warpgroup decodes
 64 × 64 weights into registers, where they are the left operand of `wgmma`, while its product before runs. The result is
-W̃ · xᵀ: only the left operand may come from registers, and tokens may then be as few as 8.
-
-Decoding: a nibble's bits, where sign, exponent and mantissa of a bf16 (fp16) number are, are e2m1 · 2⁻¹²⁶ (2⁻¹⁴),
-subnormals included; a scale's are e4m3 · 2⁻¹²⁰ (2⁻⁸), to which 239 (15) is added in the exponent. The product of both
-is W̃ · 2⁻⁷, exact; the end multiplies by g · 2⁷.
+W̃ · xᵀ: only the left operand may come from registers, and tokens may then be as few as 8. What is decoded is W̃ · 2⁻⁷
+(`tile_operands.py`); the end multiplies by g · 2⁷.
 
 Stream-K (arXiv 2301.03598): a tile's steps along K are a number of parts, and the programs, as many as fit on the GPU
 at once, share the parts of all tiles evenly. What they hold of a tile that others worked on as well goes to a buffer,
@@ -25,33 +22,25 @@ Legend: M tokens, K inputs, N outputs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from qerld_kernels.jit import INTERPRETED, constant, jit, tl
-from qerld_kernels.lora import LOW_COLUMNS, LowRank
+from qerld_kernels.jit import INTERPRETED, gl, gluon_jit, hopper, jit, tl
+from qerld_kernels.low_rank import LOW_COLUMNS, LowRank
+from qerld_kernels.tile_operands import decode, fetch
 from qerld_kernels.tiles import SIDE, Tiles, check_tiles
 
-try:
-    from triton.experimental import gluon
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.hopper import (
-        fence_async_shared,
-        mbarrier,
-        tma,
-        warpgroup_mma,
-        warpgroup_mma_wait,
-    )
+if hopper is not None:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+    mbarrier, fence_async_shared = hopper.mbarrier, hopper.fence_async_shared
+    warpgroup_mma, warpgroup_mma_wait = hopper.warpgroup_mma, hopper.warpgroup_mma_wait
     # Named so since Triton 3.9.
-    copy_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-except ImportError:  # no Triton, or one before Gluon knew Hopper
-    gluon = None
+    copy_tile = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
 
 __all__ = ["Plan", "aligned", "can_fuse", "fused_product"]
 
@@ -84,7 +73,7 @@ class Plan:
 
 def can_fuse(x: Tensor) -> bool:
     """Whether the kernel runs where x is: Hopper, with a Triton that has Gluon."""
-    return gluon is not None and not INTERPRETED and x.is_cuda and _capability(x.device)[0] == 9
+    return hopper is not None and not INTERPRETED and x.is_cuda and _capability(x.device)[0] == 9
 
 
 def fused_product(
@@ -158,49 +147,7 @@ def _multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _gluon(kernel: Any) -> Any:
-    return kernel if gluon is None else gluon.jit(kernel)
-
-
-def _decoding(bf16: bool) -> str:
-    """PTX: two words in $4; their plane j times the scales of $(5 + 2 j) in $j."""
-    if bf16:
-        planes = """
-            and.b32 $0, $4, 0x81C081C0;
-            shl.b32 t, $4, 3; and.b32 $1, t, 0x81C081C0;
-            shl.b32 t, $4, 6; and.b32 $2, t, 0x81C081C0;
-            shr.u32 t, $4, 6; and.b32 m, t, 0x01800180;
-            shl.b32 t, $4, 4; lop3.b32 m, t, 0x80008000, m, 0xEA;
-            shr.u32 t, $4, 4; lop3.b32 $3, t, 0x00400040, m, 0xEA;"""
-    else:
-        planes = """
-            shl.b32 t, $4, 3; and.b32 m, t, 0x0E000E00; lop3.b32 $0, $4, 0x80008000, m, 0xEA;
-            shl.b32 u, $4, 6; and.b32 m, u, 0x0E000E00; lop3.b32 $1, t, 0x80008000, m, 0xEA;
-            shl.b32 t, $4, 9; and.b32 m, t, 0x0E000E00; lop3.b32 $2, u, 0x80008000, m, 0xEA;
-            shr.u32 t, $4, 3; and.b32 m, t, 0x0C000C00;
-            shl.b32 t, $4, 4; lop3.b32 m, t, 0x80008000, m, 0xEA;
-            shr.u32 t, $4, 1; lop3.b32 $3, t, 0x02000200, m, 0xEA;"""  # lop3 0xEA: (a & b) | c
-    kind = "bf16x2" if bf16 else "f16x2"
-    products = " ".join(f"mul.rn.{kind} ${plane}, ${plane}, ${5 + 2 * plane};" for plane in range(4))
-    return f"{{ .reg .b32 t, u, m; {planes} {products} }}"
-
-
-def _scaling(bf16: bool) -> str:
-    """PTX: byte j of $4, an e4m3 number, as two bf16 or fp16 numbers times 2¹¹⁹ or 2⁷ in $j."""
-    times, plus = ("0x00100010", "0x77807780") if bf16 else ("0x00800080", "0x3C003C00")
-    planes = (f"prmt.b32 t, $4, 0, 0x444{plane}; mad.lo.u32 ${plane}, t, {times}, {plus};" for plane in range(4))
-    return f"{{ .reg .b32 t; {' '.join(planes)} }}"
-
-
-_DECODE_BF16, _DECODE_FP16 = constant(_decoding(True)), constant(_decoding(False))
-_SCALE_BF16, _SCALE_FP16 = constant(_scaling(True)), constant(_scaling(False))
-# Triton 3.6 has it under a private name.
-_PUBLIC_REINTERPRET = constant(gluon is not None and hasattr(gl.shared_memory_descriptor, "reinterpret"))
-_DECODE_REGISTERS = constant("=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r")
-_SCALE_REGISTERS = constant("=&r,=&r,=&r,=&r,r")
-
-
-@_gluon
+@partial(gluon_jit, do_not_specialize=["tokens", "token_tiles", "part", "parts", "loras"])
 def _kernel(
     x_desc, words_desc, scale_desc, low_desc, y_ptr, pieces_ptr, live_ptr, b0_ptr, b1_ptr, b2_ptr,
     factor, tokens, outputs, columns, token_tiles, part, parts, begin1, begin2, loras,
@@ -229,7 +176,7 @@ def _kernel(
     ], [1], [LOADER_REGISTERS])  # fmt: skip
 
 
-@_gluon
+@gluon_jit
 def _share(outputs, token_tiles, parts, GROUPS: gl.constexpr):
     """Parts of all tiles, and this program's range of them."""
     work = gl.cdiv(outputs, 64 * GROUPS) * token_tiles * parts
@@ -238,7 +185,7 @@ def _share(outputs, token_tiles, parts, GROUPS: gl.constexpr):
     return work, own * work // programs, (own + 1) * work // programs
 
 
-@_gluon
+@gluon_jit
 def _steps(unit, end, columns, part, parts, CHUNK: gl.constexpr):
     """The tile of a part, the range's first and last (excluded) step in it, and where the range goes on."""
     tile = unit // parts
@@ -248,7 +195,7 @@ def _steps(unit, end, columns, part, parts, CHUNK: gl.constexpr):
     return tile, first, last, following
 
 
-@_gluon
+@gluon_jit
 def _load(
     x_desc, words_desc, scale_desc, low_desc, x_ring, words_ring, scale_ring, full, empty, live_ptr,
     tokens, outputs, columns, token_tiles, part, parts, loras,
@@ -293,7 +240,7 @@ def _load(
                             turn += 1
 
 
-@_gluon
+@gluon_jit
 def _multiply(
     x_ring, words_ring, scale_ring, full, empty, y_ptr, pieces_ptr, live_ptr, b0_ptr, b1_ptr, b2_ptr,
     factor, tokens, outputs, columns, token_tiles, part, parts, begin1, begin2, loras,
@@ -313,8 +260,8 @@ def _multiply(
         total = gl.zeros([ROWS, TOKENS], gl.float32, mma)
         stage = turn % STAGES
         mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
-        words, scales = _fetch(words_ring, scale_ring, stage, GROUPS, CHUNK)
-        weight = _decode(words[0], scales[0], mma, BF16)
+        words, scales = fetch(words_ring, scale_ring, stage, GROUPS, CHUNK)
+        weight = decode(words[0], scales[0], mma, BF16)
         before = stage  # to be given back once no product reads it
         for step in range(first, last - 1):
             for place in gl.static_range(CHUNK):
@@ -322,11 +269,11 @@ def _multiply(
                     turn += 1
                     following = turn % STAGES
                     mbarrier.wait(full.index(following), (turn // STAGES) & 1)
-                    words, scales = _fetch(words_ring, scale_ring, following, GROUPS, CHUNK)
+                    words, scales = fetch(words_ring, scale_ring, following, GROUPS, CHUNK)
                 x = x_ring.index(stage * CHUNK + place).permute((1, 0))
                 total = warpgroup_mma(weight, x, total, is_async=True)
                 # One product runs while the next operand is made and the product before it is waited for.
-                after = _decode(words[(place + 1) % CHUNK], scales[(place + 1) % CHUNK], mma, BF16)
+                after = decode(words[(place + 1) % CHUNK], scales[(place + 1) % CHUNK], mma, BF16)
                 total, after = warpgroup_mma_wait(1, deps=[total, after])
                 if place == 0:
                     mbarrier.arrive(empty.index(before), pred=step > first)
@@ -337,7 +284,7 @@ def _multiply(
             x = x_ring.index(stage * CHUNK + place).permute((1, 0))
             total = warpgroup_mma(weight, x, total, is_async=True)
             if place < CHUNK - 1:
-                after = _decode(words[place + 1], scales[place + 1], mma, BF16)
+                after = decode(words[place + 1], scales[place + 1], mma, BF16)
                 total, after = warpgroup_mma_wait(1, deps=[total, after])
                 weight = after
             else:
@@ -350,22 +297,10 @@ def _multiply(
         token = (tile % token_tiles) * TOKENS
         if PIECES > 0:  # noqa: SIM102 - the outer one is settled when it is compiled
             if unit == tile * parts + parts:
-                total *= factor
-                live = _live(live_ptr, token, tokens, TOKENS)
-                for lora in range(loras):
-                    if (live >> lora) & 1 != 0:
-                        for block in gl.static_range(LOW_STEPS):
-                            b = _rows_of_b(
-                                b0_ptr, b1_ptr, b2_ptr, lora, row, begin1, begin2, outputs, block * 64,
-                                PIECES, RANK, GROUPS, mma,
-                            )  # fmt: skip
-                            stage = turn % STAGES
-                            mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
-                            low = x_ring.index(stage * CHUNK).permute((1, 0))
-                            total = warpgroup_mma(b, low, total, is_async=True)
-                            total, b = warpgroup_mma_wait(0, deps=[total, b])
-                            mbarrier.arrive(empty.index(stage))
-                            turn += 1
+                total, turn = _add_lora(
+                    total * factor, turn, x_ring, full, empty, live_ptr, b0_ptr, b1_ptr, b2_ptr, row, token, tokens,
+                    outputs, begin1, begin2, loras, PIECES, RANK, LOW_STEPS, GROUPS, TOKENS, CHUNK, STAGES, mma,
+                )  # fmt: skip
         if unit - begin == parts:
             _store(total, y_ptr, 1.0 if PIECES > 0 else factor, tokens, outputs, row, token, GROUPS, TOKENS)
         else:
@@ -376,7 +311,31 @@ def _multiply(
             gl.store(pieces_ptr + slot.to(gl.int64) * (ROWS * TOKENS) + n * TOKENS + m, total)
 
 
-@_gluon
+@gluon_jit
+def _add_lora(
+    total, turn, x_ring, full, empty, live_ptr, b0_ptr, b1_ptr, b2_ptr, row, token, tokens,
+    outputs, begin1, begin2, loras,
+    PIECES: gl.constexpr, RANK: gl.constexpr, LOW_STEPS: gl.constexpr, GROUPS: gl.constexpr, TOKENS: gl.constexpr,
+    CHUNK: gl.constexpr, STAGES: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
+    """B · (A · x) of each adapter in the tile of tokens, and the turn of the ring after it."""
+    live = _live(live_ptr, token, tokens, TOKENS)
+    for lora in range(loras):
+        if (live >> lora) & 1 != 0:
+            for block in gl.static_range(LOW_STEPS):
+                b = _rows_of_b(
+                    b0_ptr, b1_ptr, b2_ptr, lora, row, begin1, begin2, outputs, block * 64, PIECES, RANK, GROUPS, mma
+                )
+                stage = turn % STAGES
+                mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
+                total = warpgroup_mma(b, x_ring.index(stage * CHUNK).permute((1, 0)), total, is_async=True)
+                total, b = warpgroup_mma_wait(0, deps=[total, b])
+                mbarrier.arrive(empty.index(stage))
+                turn += 1
+    return total, turn
+
+
+@gluon_jit
 def _live(live_ptr, token, tokens, TOKENS: gl.constexpr):
     """Bit l: a token of the tile is in slot l; read as soon as the kernel that says so is done."""
     gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
@@ -387,7 +346,7 @@ def _live(live_ptr, token, tokens, TOKENS: gl.constexpr):
     return live
 
 
-@_gluon
+@gluon_jit
 def _rows_of_b(
     b0_ptr, b1_ptr, b2_ptr, lora, row, begin1, begin2, outputs, column,
     PIECES: gl.constexpr, RANK: gl.constexpr, GROUPS: gl.constexpr, mma: gl.constexpr,
@@ -407,81 +366,7 @@ def _rows_of_b(
     return b
 
 
-@_gluon
-def _fetch(words_ring, scale_ring, stage, GROUPS: gl.constexpr, CHUNK: gl.constexpr):
-    """The words and scales of a step's tiles, each a tuple of `CHUNK`, in registers."""
-    # A thread's eight words, or two scales, of a tile are side by side; four lanes hold the same scales.
-    words_layout: gl.constexpr = gl.DistributedLinearLayout(
-        [[1], [2], [4]] + ([] if CHUNK == 1 else [[1024]] if CHUNK == 2 else [[1024], [2048]]),
-        [[8], [16], [32], [64], [128]],
-        [[256], [512]] + ([] if GROUPS == 1 else [[1024 * CHUNK]] if GROUPS == 2 else [[1024 * CHUNK], [2048 * CHUNK]]),
-        [], [1024 * GROUPS * CHUNK],
-    )  # fmt: skip
-    scale_layout: gl.constexpr = gl.DistributedLinearLayout(
-        [[1]] + ([] if CHUNK == 1 else [[64]] if CHUNK == 2 else [[64], [128]]),
-        [[0], [0], [2], [4], [8]],
-        [[16], [32]] + ([] if GROUPS == 1 else [[64 * CHUNK]] if GROUPS == 2 else [[64 * CHUNK], [128 * CHUNK]]),
-        [], [64 * GROUPS * CHUNK],
-    )  # fmt: skip
-    flat: gl.constexpr = gl.NVMMASharedLayout(0, 16, 1)
-    if _PUBLIC_REINTERPRET:
-        words = words_ring.index(stage).reinterpret(gl.uint16, [1024 * GROUPS * CHUNK], flat)
-    else:
-        words = words_ring.index(stage)._reinterpret(gl.uint16, [1024 * GROUPS * CHUNK], flat)
-    scales = scale_ring.index(stage).load(scale_layout)
-    return _parts(words.load(words_layout), GROUPS, CHUNK), _parts(scales, GROUPS, CHUNK)
-
-
-@_gluon
-def _parts(values, GROUPS: gl.constexpr, CHUNK: gl.constexpr):
-    """[GROUPS · CHUNK · n] as a tuple of CHUNK times [GROUPS · n]."""
-    n: gl.constexpr = values.shape[0] // (GROUPS * CHUNK)
-    if CHUNK == 1:
-        return (values,)
-    elif CHUNK == 2:  # noqa: RET505 - Gluon compiles what follows a return too
-        a, b = gl.split(gl.permute(gl.reshape(values, [GROUPS, 2, n]), (0, 2, 1)))
-        return (gl.reshape(a, [GROUPS * n]), gl.reshape(b, [GROUPS * n]))
-    else:
-        low, high = gl.split(gl.permute(gl.reshape(values, [GROUPS, 2, 2, n]), (0, 3, 2, 1)))
-        a, b = gl.split(low)
-        c, d = gl.split(high)
-        return (
-            gl.reshape(a, [GROUPS * n]), gl.reshape(b, [GROUPS * n]),
-            gl.reshape(c, [GROUPS * n]), gl.reshape(d, [GROUPS * n]),
-        )  # fmt: skip
-
-
-@_gluon
-def _decode(words, scales, mma: gl.constexpr, BF16: gl.constexpr):
-    """W̃ · 2⁻⁷ [outputs, 64] as a left operand. No value moves between threads: the layouts say so, and are checked."""
-    dot: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    GROUPS: gl.constexpr = words.shape[0] // 1024
-    words = gl.reshape(words, [GROUPS, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2])
-    words = gl.reshape(gl.permute(words, (0, 1, 2, 9, 3, 4, 5, 8, 6, 7, 10)), [64 * GROUPS, 16])
-    words = gl.convert_layout(words, dot, assert_trivial=True)
-    scales = gl.permute(gl.reshape(scales, [GROUPS, 2, 2, 2, 2, 2, 2]), (0, 1, 2, 6, 3, 4, 5))
-    scales = gl.convert_layout(gl.reshape(scales, [64 * GROUPS]), gl.SliceLayout(1, dot), assert_trivial=True)
-    s0, s1, s2, s3 = gl.inline_asm_elementwise(
-        _SCALE_BF16 if BF16 else _SCALE_FP16, _SCALE_REGISTERS, [scales],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
-    )  # fmt: skip
-    operands = [words, gl.expand_dims(s0, 1), gl.expand_dims(s1, 1), gl.expand_dims(s2, 1), gl.expand_dims(s3, 1)]
-    if BF16:
-        p0, p1, p2, p3 = gl.inline_asm_elementwise(
-            _DECODE_BF16, _DECODE_REGISTERS, operands,
-            dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        p0, p1, p2, p3 = gl.inline_asm_elementwise(
-            _DECODE_FP16, _DECODE_REGISTERS, operands,
-            dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
-    planes = gl.join(gl.join(p0, p2), gl.join(p1, p3))  # [outputs, 16, plane // 2, plane % 2]
-    weight = gl.reshape(gl.permute(planes, (0, 2, 3, 1)), [64 * GROUPS, 64])
-    return gl.convert_layout(weight, dot, assert_trivial=True)
-
-
-@_gluon
+@gluon_jit
 def _store(total, y_ptr, factor, tokens, outputs, output, token, GROUPS: gl.constexpr, TOKENS: gl.constexpr):
     """A whole tile, rounded."""
     layout: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [GROUPS, 4], [0, 1])
@@ -491,7 +376,7 @@ def _store(total, y_ptr, factor, tokens, outputs, output, token, GROUPS: gl.cons
     gl.store(y_ptr + m.to(gl.int64) * outputs + n, value, mask=(n < outputs) & (m < tokens))
 
 
-@jit
+@partial(jit, do_not_specialize=["tokens", "parts", "token_tiles", "programs", "work"])
 def _add_pieces(
     pieces_ptr, y_ptr, factor, tokens, outputs, parts, token_tiles, programs, work,
     SCALED_TAIL: tl.constexpr, GROUPS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,

@@ -16,8 +16,17 @@ try:
     import triton.language as tl
 except ImportError:  # the CPU build of vLLM comes without it
     triton = tl = None
+try:
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia import hopper
+except ImportError:  # no Triton, or one before Gluon knew Hopper
+    gluon = gl = hopper = None
 
-__all__ = ["INTERPRETED", "can_launch", "constant", "jit", "next_power_of_2", "tl", "triton"]
+__all__ = [
+    "INTERPRETED", "can_launch", "constant", "gl", "gluon", "gluon_jit", "hopper", "jit", "next_power_of_2", "tl",
+    "triton",
+]  # fmt: skip
 
 INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -25,6 +34,11 @@ INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
 def jit(kernel: Callable[..., Any], **options: Any) -> Any:
     """`triton.jit` with its options, or the plain function where there is no Triton."""
     return kernel if triton is None else triton.jit(kernel, **options)
+
+
+def gluon_jit(kernel: Callable[..., Any], **options: Any) -> Any:
+    """`gluon.jit` with its options, or the plain function where there is no Gluon."""
+    return kernel if gluon is None else gluon.jit(kernel, **options)
 
 
 def constant(value: Any) -> Any:

@@ -10,10 +10,7 @@ sum to x's dtype, as PEFT and vLLM do, multiplies by B and adds to y in fp32, wi
 its tokens' slots and passes over those it holds, one after the other: nothing is sorted, counted or zeroed beforehand,
 nothing is added atomically, and the launches depend neither on the number of slots nor on who is in them, so a
 captured graph serves every batch of its size. A row's result depends on no other row: not even an adapter full of NaN
-reaches another's tokens.
-
-Where the base layer's product can add B · low by itself (`fused_product.py`), `shrink_low` alone runs, beside it: the
-last program of a tile to finish adds the parts, in order, and lays the sums out as a right operand of that product.
+reaches another's tokens. (Within the base product, `fused_product.py`, that holds for finite adapters.)
 
 Legend: T tokens, K inputs, N outputs, R rank of the slots, L slots, S pieces of a fused layer, P parts of K.
 """
@@ -29,19 +26,12 @@ from torch import Tensor
 
 from qerld_kernels.jit import INTERPRETED, can_launch, jit, next_power_of_2, tl
 
-__all__ = [
-    "LOW_COLUMNS", "LOW_TOKENS", "MAX_PIECES", "MAX_RANK", "LowRank", "Plan", "add_lora", "check_lora",
-    "lora_reference", "plan", "planned_lora", "shrink_low", "shrink_low_reference", "tickets_for",
-]  # fmt: skip
+__all__ = ["MAX_PIECES", "MAX_RANK", "Plan", "add_lora", "check_lora", "lora_reference", "plan", "planned_lora"]
 
 MAX_PIECES = 3
 """Pieces of a fused layer: each has an argument of its own in the kernels."""
 MAX_RANK = 128
 """The whole rank lies in one tile."""
-LOW_TOKENS = 16
-"""Tokens of a tile of `shrink_low`."""
-LOW_COLUMNS = 64
-"""Columns of a tile of the base product, to whose multiples the ranks of a fused layer's pieces are filled up."""
 
 
 @dataclass(frozen=True)
@@ -78,22 +68,6 @@ def plan(tokens: int, rank: int, inputs: int) -> Plan:
     if tokens <= 256:
         return Plan(16, deep, 8, 4, 4, 32, 64, 528, warps)
     return Plan(64, 128, 8 if tokens <= 2048 else 2, warps, 3, 64, 64, 528, warps)
-
-
-@dataclass(frozen=True)
-class LowRank:
-    """A · x of a batch, ready for the base product.
-
-    low [L · T, C]: row l · T + t is what token t gives B[l], its pieces side by side, R columns each, zeros up to C, a
-    multiple of `LOW_COLUMNS`; all zeros where t is not in slot l. live int32 [T / 16]: bit l says whether a tile of 16
-    tokens has one in slot l. b: of `add_lora`. parts: what the kernel that makes it works in; the base product may run
-    at the same time, so nothing else may be given this memory before that is launched.
-    """
-
-    low: Tensor
-    live: Tensor
-    b: list[Tensor]
-    parts: Tensor | None = None
 
 
 def lora_reference(y: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], slots: Tensor) -> Tensor:
@@ -154,7 +128,7 @@ def planned_lora(y: Tensor, x: Tensor, a: list[Tensor], b: list[Tensor], slots: 
     low = torch.empty(split, pieces, tokens, rank, dtype=torch.float32, device=x.device)
     padded = max(16, next_power_of_2(rank))  # tensor cores take no fewer
     _shrink[(-(-tokens // chosen.shrink_rows), split, pieces)](
-        x, *_three(a), low, slots, tokens, inputs, x.stride(0), loras, own,
+        x, *three(a), low, slots, tokens, inputs, x.stride(0), loras, own,
         RANK=rank, PADDED=padded, BM=chosen.shrink_rows, BK=chosen.inputs,
         num_warps=chosen.shrink_warps, num_stages=chosen.stages,
     )  # fmt: skip
@@ -162,57 +136,13 @@ def planned_lora(y: Tensor, x: Tensor, a: list[Tensor], b: list[Tensor], slots: 
     tiles_m, tiles_n = -(-tokens // chosen.expand_rows), -(-max(widths) // chosen.outputs)
     each = -(-tiles_n // min(tiles_n, max(1, chosen.programs // (tiles_m * pieces))))  # tiles of a program
     _expand[(tiles_m, -(-tiles_n // each), pieces)](
-        low, *_three(b), y, slots, tokens, y.stride(0), *[*widths, 0, 0][:3], loras,
+        low, *three(b), y, slots, tokens, y.stride(0), *[*widths, 0, 0][:3], loras,
         RANK=rank, PADDED=padded, SPLIT=split, BM=chosen.expand_rows, BN=chosen.outputs,
         num_warps=chosen.expand_warps, num_stages=2,
     )  # fmt: skip
 
 
-def tickets_for(tokens: int, pieces: int) -> int:
-    """How many tickets `shrink_low` needs."""
-    return -(-tokens // LOW_TOKENS) * pieces
-
-
-def shrink_low(x: Tensor, a: list[Tensor], b: list[Tensor], slots: Tensor, tickets: Tensor) -> LowRank:
-    """A · x for the base product; arguments as `add_lora`, T ≥ 1, at most 32 slots.
-
-    tickets: int32, `tickets_for` of them or more, zero before and after; no other stream may use them meanwhile.
-    """
-    (tokens, inputs), (loras, _, rank, _), pieces = x.shape, a[0].shape, len(a)
-    chosen = plan(min(tokens, 256), rank, inputs)
-    steps = -(-inputs // chosen.inputs)
-    own = -(-steps // chosen.split)
-    split, tiles = -(-steps // own), -(-tokens // LOW_TOKENS)
-    columns = -(-pieces * rank // LOW_COLUMNS) * LOW_COLUMNS
-    parts = torch.empty(split, pieces, tokens, rank, dtype=torch.float32, device=x.device)
-    low = torch.empty(loras * tokens, columns, dtype=x.dtype, device=x.device)
-    live = torch.empty(tiles, dtype=torch.int32, device=x.device)
-    _shrink_low[(tiles, split, pieces)](
-        x, *_three(a), parts, low, live, tickets, slots, tokens, inputs, x.stride(0), loras, own, split, columns,
-        RANK=rank, PADDED=max(16, next_power_of_2(rank)), TAIL=next_power_of_2(max(1, columns - pieces * rank)),
-        PIECES=pieces, BM=LOW_TOKENS, BK=chosen.inputs, EARLY=not INTERPRETED,
-        num_warps=chosen.shrink_warps, num_stages=chosen.stages,
-    )  # fmt: skip
-    return LowRank(low, live, b, parts)
-
-
-def shrink_low_reference(x: Tensor, a: list[Tensor], b: list[Tensor], slots: Tensor) -> LowRank:
-    """The same in plain torch."""
-    (tokens, _), (loras, _, rank, _) = x.shape, a[0].shape
-    columns = -(-len(a) * rank // LOW_COLUMNS) * LOW_COLUMNS
-    low = torch.zeros(loras, tokens, columns, dtype=x.dtype, device=x.device)
-    live = torch.zeros(-(-tokens // LOW_TOKENS), dtype=torch.int32, device=x.device)
-    for lora in range(loras):
-        rows = (slots[:tokens] == lora).nonzero().squeeze(1)
-        for piece, down in enumerate(a):
-            low[lora, rows, piece * rank : piece * rank + rank] = (x[rows].float() @ down[lora, 0].float().T).to(
-                x.dtype
-            )
-        live[rows.unique() // LOW_TOKENS] |= 1 << lora
-    return LowRank(low.view(loras * tokens, columns), live, b)
-
-
-def _three(pieces: list[Tensor]) -> list[Tensor]:
+def three(pieces: list[Tensor]) -> list[Tensor]:
     """The kernels' arguments; no program of the grid reads those that fill up."""
     return [*pieces, pieces[0], pieces[0]][:MAX_PIECES]
 
@@ -226,8 +156,8 @@ def _shrink(
     """A tile [BM, R] of x · Aᵀ over one part of K, for one piece; rows without an adapter are passed by."""
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     part, piece = tl.program_id(1), tl.program_id(2)
-    slot = _slots_of(slots_ptr, rows, tokens, loras)
-    total = _shrunk(
+    slot = slots_of(slots_ptr, rows, tokens, loras)
+    total = shrunk(
         x_ptr, a0_ptr, a1_ptr, a2_ptr, slot, rows, part, piece, inputs, x_stride, loras, own, RANK, PADDED, BM, BK
     )
     ranks = tl.arange(0, PADDED)
@@ -237,7 +167,7 @@ def _shrink(
 
 
 @jit
-def _shrunk(
+def shrunk(
     x_ptr, a0_ptr, a1_ptr, a2_ptr, slot, rows, part, piece, inputs, x_stride, loras, own,
     RANK: tl.constexpr, PADDED: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -268,57 +198,6 @@ def _shrunk(
     return total
 
 
-@partial(jit, do_not_specialize=["tokens", "loras", "own", "split"])
-def _shrink_low(
-    x_ptr, a0_ptr, a1_ptr, a2_ptr, parts_ptr, low_ptr, live_ptr, tickets_ptr, slots_ptr,
-    tokens, inputs, x_stride, loras, own, split, columns,
-    RANK: tl.constexpr, PADDED: tl.constexpr, TAIL: tl.constexpr, PIECES: tl.constexpr, BM: tl.constexpr,
-    BK: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """`_shrink`, and the last program of a tile and piece to come writes `LowRank`."""
-    if EARLY:
-        _let_the_next_kernel_start()
-    tile, part, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    rows = tile * BM + tl.arange(0, BM)
-    slot = _slots_of(slots_ptr, rows, tokens, loras)
-    total = _shrunk(
-        x_ptr, a0_ptr, a1_ptr, a2_ptr, slot, rows, part, piece, inputs, x_stride, loras, own, RANK, PADDED, BM, BK
-    )
-    ranks = tl.arange(0, PADDED)
-    row_at, real = rows.to(tl.int64)[:, None], (rows < tokens)[:, None] & (ranks < RANK)[None, :]
-    at = parts_ptr + (piece * tokens + row_at) * RANK + ranks[None, :]
-    step = tl.cast(PIECES * RANK, tl.int64) * tokens
-    tl.store(at + part * step, total, mask=real)
-    tl.debug_barrier()
-    ticket = tl.atomic_add(tickets_ptr + tile * PIECES + piece, 1, sem="acq_rel", scope="gpu")
-    if ticket == split - 1:
-        tl.store(tickets_ptr + tile * PIECES + piece, 0)
-        total = tl.zeros([BM, PADDED], tl.float32)
-        for other in range(split):
-            total += tl.load(at + other * step, mask=real, other=0.0, cache_modifier=".cg")
-        live = tl.zeros([1], tl.int32)
-        for lora in range(loras):
-            mine = (slot == lora)[:, None]
-            low_at = low_ptr + (tl.cast(lora, tl.int64) * tokens + row_at) * columns
-            low = tl.where(mine, total, 0.0).to(low_ptr.dtype.element_ty)
-            tl.store(low_at + piece * RANK + ranks[None, :], low, mask=real)
-            if piece == PIECES - 1:
-                filling = PIECES * RANK + tl.arange(0, TAIL)[None, :]
-                zeros = tl.zeros([BM, TAIL], low_ptr.dtype.element_ty)
-                tl.store(low_at + filling, zeros, mask=(rows < tokens)[:, None] & (filling < columns))
-            live |= tl.where(tl.max((slot == lora).to(tl.int32), axis=0) > 0, 1 << lora, 0)
-        if piece == 0:
-            tl.store(live_ptr + tile + tl.arange(0, 1), live)
-
-
-@jit
-def _let_the_next_kernel_start():
-    """Programmatic dependent launch: the next kernel waits itself for what it needs of this one."""
-    tl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
 @partial(jit, do_not_specialize=["tokens", "loras"])
 def _expand(
     low_ptr, b0_ptr, b1_ptr, b2_ptr, y_ptr, slots_ptr, tokens, y_stride, width0, width1, width2, loras,
@@ -332,7 +211,7 @@ def _expand(
         b_ptr, width, begin = b1_ptr, width1, width0
     if piece == 2:
         b_ptr, width, begin = b2_ptr, width2, width0 + width1
-    slot = _slots_of(slots_ptr, rows, tokens, loras)
+    slot = slots_of(slots_ptr, rows, tokens, loras)
     first = tl.min(slot, axis=0)
     owned = (slot < loras)[:, None]
     ranks = tl.arange(0, PADDED)
@@ -360,7 +239,7 @@ def _expand(
 
 
 @jit
-def _slots_of(slots_ptr, rows, tokens, loras):
+def slots_of(slots_ptr, rows, tokens, loras):
     """int32 slot of each row; `loras` for rows without one and beyond the batch."""
     slot = tl.load(slots_ptr + rows, mask=rows < tokens, other=-1)
     return tl.where((slot >= 0) & (slot < loras), slot, loras).to(tl.int32)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from qerld_kernels.fused_product import Plan, aligned, can_fuse, fused_product
-from qerld_kernels.lora import add_lora, check_lora, shrink_low, tickets_for
+from qerld_kernels.lora import add_lora, check_lora
+from qerld_kernels.low_rank import shrink_low, tickets_for
 from qerld_kernels.tiles import SIDE, Tiles, dequantize_tiles, dequantize_tiles_reference
 
 __all__ = ["MOST_FUSED", "lora_matmul", "matmul", "matmul_reference", "plan", "remember_scale"]
@@ -73,9 +74,9 @@ def lora_matmul(
         y: Tensor = matmul(x, words, scale, global_scale, outputs)
         add_lora(y, x, a, b, slots, none)
         return y
-    x = aligned(x)
+    x, factor = aligned(x), _on_host(global_scale)  # from here on nothing may come between the two launches
     low = shrink_low(x, a, b, slots, tickets)
-    return fused_product(x, Tiles(words, scale), outputs, _on_host(global_scale), chosen, low)
+    return fused_product(x, Tiles(words, scale), outputs, factor, chosen, low)
 
 
 @lora_matmul.register_fake

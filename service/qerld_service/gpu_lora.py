@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from qerld_kernels.lora import MAX_PIECES, MAX_RANK, add_lora, tickets_for
+from qerld_kernels.lora import MAX_PIECES, MAX_RANK, add_lora
+from qerld_kernels.low_rank import tickets_for
 from qerld_kernels.matmul import MOST_FUSED, lora_matmul
 
 from qerld_service.nvfp4_scheme import TiledNvfp4

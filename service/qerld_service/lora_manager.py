@@ -94,9 +94,26 @@ class NoisyLoRAModelManager(LRUCacheLoRAModelManager):  # type: ignore[misc]
                     module.reset_lora(slot)
                 else:
                     module.set_lora(slot, weights.lora_a, weights.lora_b)
+            self._refuse_infinite(slot)
             self.noise_slots.write(slot, adapter_id)
             share = self.noise_slots.realised_share(slot, adapter_id)
         return lora, share
+
+    def _refuse_infinite(self, slot: int) -> None:
+        """Finite values in the file can overflow when they are cast to the slots' dtype and B is scaled by alpha / r.
+
+        In one kernel with the base product, 0 · ∞ would reach tokens of other adapters.
+        """
+        stacks = [
+            stack
+            for module in self.modules.values()
+            for name in ("lora_a_stacked", "lora_b_stacked")
+            for stack in getattr(module, name)
+        ]
+        if not torch.stack([torch.isfinite(stack[slot]).all() for stack in stacks]).all():
+            raise ValueError(
+                f"adapter: not finite once it is scaled by alpha / r and cast to {stacks[0].dtype}; lower lora_alpha"
+            )
 
 
 def _stream_after_this_one(device: torch.device) -> torch.cuda.Stream | None:

@@ -1,4 +1,7 @@
-"""Compile the fused product for Hopper as far as PTX, without a GPU; prints how many `wgmma` each variant has."""
+"""Compile the fused product for Hopper as far as PTX, without a GPU.
+
+Prints how many `wgmma` and waits for the kernel before each variant has, without LoRA and with.
+"""
 
 from __future__ import annotations
 
@@ -64,4 +67,6 @@ if __name__ == "__main__":
         for dtype in ("bf16", "fp16"):
             chosen = plan(tokens)
             assert chosen is not None
-            print(tokens, dtype, *(ptx(chosen, dtype, pieces).count("wgmma.mma_async") for pieces in (0, 3)))
+            made = [ptx(chosen, dtype, pieces) for pieces in (0, 3)]
+            counts = [code.count(what) for code in made for what in ("wgmma.mma_async", "griddepcontrol.wait")]
+            print(tokens, dtype, *counts)

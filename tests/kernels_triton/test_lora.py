@@ -8,16 +8,8 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from qerld_kernels.jit import INTERPRETED
-from qerld_kernels.lora import (
-    Plan,
-    add_lora,
-    lora_reference,
-    plan,
-    planned_lora,
-    shrink_low,
-    shrink_low_reference,
-    tickets_for,
-)
+from qerld_kernels.lora import Plan, add_lora, lora_reference, plan, planned_lora
+from qerld_kernels.low_rank import shrink_low, shrink_low_reference, tickets_for
 from torch import Tensor
 
 # The interpreter's products take the bits of bf16 for integers; there the op runs the reference.

@@ -6,15 +6,19 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import pytest
 import torch
+from qerld_kernels import fused_product as fused_product_module
+from qerld_kernels import matmul as matmul_module
 from qerld_kernels.dequantize import dequantize_reference
 from qerld_kernels.fused_product import Plan, _add_pieces, can_fuse, fused_product
 from qerld_kernels.jit import INTERPRETED
-from qerld_kernels.lora import shrink_low_reference, tickets_for
-from qerld_kernels.matmul import lora_matmul, matmul, matmul_reference, plan, remember_scale
+from qerld_kernels.low_rank import shrink_low_reference, tickets_for
+from qerld_kernels.matmul import MOST_FUSED, lora_matmul, matmul, matmul_reference, plan, remember_scale
 from qerld_kernels.nvfp4 import Nvfp4Tensor, quantize
 from qerld_kernels.tiles import Tiles, tile
 from torch import Tensor
@@ -23,9 +27,12 @@ from kernels_triton.test_tiles import on
 
 SHAPES = [(1, 64, 256), (3, 20, 64), (17, 130, 576), (123, 70, 112), (300, 1000, 1040)]
 DTYPES = [torch.float16, torch.bfloat16]
+INPUTS = 576
 # What `plan` chooses somewhere, and others: one warpgroup and many tokens, a ring of two.
 PLANS = sorted({chosen for tokens in (1, 9, 17, 64, 65, 257) if (chosen := plan(tokens))}, key=str)
 PLANS += [Plan(128, 1, 64, 2, 2, 1), Plan(16, 2, 256, 2, 2, 2), Plan(64, 4, 64, 4, 1, 3)]
+# As if the GPU had so few multiprocessors: programs then go from tile to tile, and share some.
+FEW = [1, 2, 3, None]
 
 
 def weight(outputs: int, inputs: int) -> Nvfp4Tensor:
@@ -52,10 +59,23 @@ def hopper(device: str) -> str:
     return device
 
 
+def few_multiprocessors(monkeypatch: pytest.MonkeyPatch, few: int | None) -> None:
+    if few is not None:
+        monkeypatch.setattr(fused_product_module, "_multiprocessors", lambda _device: few)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("chosen", PLANS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_fused_against_float64(shape: tuple[int, int, int], chosen: Plan, dtype: torch.dtype, hopper: str) -> None:
+@pytest.mark.parametrize(("shape", "few"), [*((shape, None) for shape in SHAPES), *(((70, 520, 576), n) for n in FEW)])
+def test_fused_against_float64(
+    shape: tuple[int, int, int],
+    few: int | None,
+    chosen: Plan,
+    dtype: torch.dtype,
+    hopper: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few_multiprocessors(monkeypatch, few)
     tokens, outputs, inputs = shape
     packed, x = weight(outputs, inputs), torch.randn(tokens, inputs).to(dtype)
     tiles = on(hopper, tile(packed.packed, packed.scale))
@@ -99,7 +119,8 @@ def test_the_op_is_opaque_to_the_compiler(device: str) -> None:
     torch.library.opcheck(matmul, arguments, test_utils="test_faketensor")
 
 
-def test_a_remembered_scale_is_not_read_again(device: str) -> None:
+def test_a_remembered_scale_is_not_read_again(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matmul_module, "_host_scales", {})  # by address, which another test's scale may be given
     packed, x = weight(32, 64), torch.randn(4, 64, dtype=torch.float16, device=device)
     tiles = on(device, tile(packed.packed, packed.scale))
     scale = remember_scale(packed.global_scale.to(device).clone())
@@ -116,34 +137,108 @@ def test_rows_of_x_may_be_strided_and_misaligned(start: int, device: str) -> Non
     assert torch.equal(matmul(x, *arguments), matmul(x.contiguous(), *arguments))
 
 
+@dataclass
+class LoraCase:
+    """A layer with adapters in 32 slots, of which the tokens use some: not slot 2, and the last."""
+
+    packed: Nvfp4Tensor
+    a: list[Tensor]
+    b: list[Tensor]
+    tickets: Tensor
+    device: str
+
+    @staticmethod
+    def make(widths: tuple[int, ...], rank: int, dtype: torch.dtype, device: str) -> LoraCase:
+        packed = quantize(torch.randn(sum(widths), INPUTS) / INPUTS**0.5)
+        a = [(torch.randn(32, 1, rank, INPUTS) / INPUTS**0.5).to(dtype) for _ in widths]
+        b = [torch.randn(32, 1, width, rank).to(dtype) for width in widths]  # LoRA's share is the larger one
+        a[0][2], b[-1][2] = torch.nan, torch.nan
+        remember_scale(packed.global_scale)
+        tickets = torch.zeros(tickets_for(300, 3), dtype=torch.int32, device=device)
+        return LoraCase(packed, a, b, tickets, device)
+
+    @cached_property
+    def layer(self) -> tuple[Tensor, Tensor, Tensor, int, list[Tensor], list[Tensor]]:
+        tiles = on(self.device, tile(self.packed.packed, self.packed.scale))
+        a, b = ([part.to(self.device) for part in parts] for parts in (self.a, self.b))
+        scale = remember_scale(self.packed.global_scale.to(self.device))
+        return tiles.words, tiles.scale, scale, self.packed.shape[0], a, b
+
+    @staticmethod
+    def slots(tokens: int) -> Tensor:
+        return torch.tensor([-1, 0, 1, 31])[torch.randint(0, 4, (tokens,))]
+
+    def run(self, x: Tensor, slots: Tensor, none: bool = False) -> Tensor:
+        return lora_matmul(x, *self.layer, slots, torch.tensor([none]), self.tickets)
+
+    def exact(self, x: Tensor, slots: Tensor) -> Tensor:
+        rank = self.a[0].shape[2]
+        low = shrink_low_reference(x, self.a, self.b, slots).low.view(32, len(x), -1).double()
+        wanted, begin = exact(x, self.packed), 0
+        for piece, up in enumerate(self.b):
+            for slot in (0, 1, 31):
+                columns = low[slot, :, piece * rank : piece * rank + rank]
+                wanted[:, begin : begin + up.shape[2]] += columns @ up[slot, 0].double().T
+            begin += up.shape[2]
+        return wanted
+
+
+# The last two do not fit the fused kernel.
+LORA_LAYERS = [(8, (48,)), (32, (64, 128, 330)), (64, (128, 392)), (128, (256, 64)), (16, (40, 30)), (32, (100, 64))]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("rank", "widths"), [(32, (48,)), (32, (64, 128, 70)), (64, (128, 64)), (16, (40, 30))])
-@pytest.mark.parametrize("tokens", [1, 7, 17, 64, 130, 300, 1100])
-def test_with_lora(tokens: int, rank: int, widths: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
-    """The last widths do not fit the fused kernel, nor do 1,100 tokens; slot 2 has no tokens and is full of NaN."""
-    outputs, inputs, slots = sum(widths), 576, 4
-    packed, x = weight(outputs, inputs), torch.randn(tokens, inputs).to(dtype)
-    drawn = torch.tensor([-1, 0, 1, 3])[torch.randint(0, 4, (tokens,))]
-    a = [(torch.randn(slots, 1, rank, inputs) / 24).to(dtype) for _ in widths]
-    b = [torch.randn(slots, 1, width, rank).to(dtype) / 8 for width in widths]
-    a[0][2], b[0][2] = torch.nan, torch.nan
-    tiles = on(device, tile(packed.packed, packed.scale))
-    tickets = torch.zeros(tickets_for(300, 3), dtype=torch.int32, device=device)
-    low = shrink_low_reference(x, a, b, drawn).low.view(slots, tokens, -1).double()
-    wanted, begin = exact(x, packed), 0
-    for piece, up in enumerate(b):
-        for slot in (0, 1, 3):
-            columns = low[slot, :, piece * rank : piece * rank + rank]
-            wanted[:, begin : begin + up.shape[2]] += columns @ up[slot, 0].double().T
-        begin += up.shape[2]
-    for none, more in ((False, wanted), (True, exact(x, packed))):
-        found = lora_matmul(
-            x.to(device), tiles.words, tiles.scale, packed.global_scale.to(device), outputs,
-            [down.to(device) for down in a], [up.to(device) for up in b], drawn.to(device), torch.tensor([none]),
-            tickets,
-        )  # fmt: skip
-        assert_rounded(found, more)
-    assert tickets.count_nonzero() == 0
+@pytest.mark.parametrize(("rank", "widths"), LORA_LAYERS)
+@pytest.mark.parametrize(("tokens", "few"), [(1, None), (7, 1), (17, 2), (64, 3), (130, 1), (300, 2)])
+def test_with_lora(
+    tokens: int,
+    few: int | None,
+    rank: int,
+    widths: tuple[int, ...],
+    dtype: torch.dtype,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few_multiprocessors(monkeypatch, few)
+    case, x, slots = LoraCase.make(widths, rank, dtype, device), torch.randn(tokens, INPUTS).to(dtype), None
+    for slots in (case.slots(tokens), torch.full((tokens,), -1)):
+        assert_rounded(case.run(x.to(device), slots.to(device)), case.exact(x, slots))
+    assert_rounded(case.run(x.to(device), slots.to(device), none=True), exact(x, case.packed))
+    assert case.tickets.count_nonzero() == 0
+
+
+def test_more_tokens_with_lora_than_are_fused(device: str) -> None:
+    case = LoraCase.make((48,), 8, torch.float16, device)
+    x, slots = torch.randn(MOST_FUSED + 1, INPUTS).half(), case.slots(MOST_FUSED + 1)
+    assert_rounded(case.run(x.to(device), slots.to(device)), case.exact(x, slots))
+
+
+@pytest.mark.parametrize("parts", [1, 2, 1 << 16])
+@pytest.mark.parametrize("few", FEW)
+def test_with_lora_shared_in_parts(few: int | None, parts: int, hopper: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    few_multiprocessors(monkeypatch, few)
+    monkeypatch.setattr(matmul_module, "plan", lambda _tokens: Plan(32, 2, 64, 4, 1, parts))
+    case = LoraCase.make((192, 330), 32, torch.float16, hopper)
+    x, slots = torch.randn(70, INPUTS).half(), case.slots(70)
+    assert_rounded(case.run(x.to(hopper), slots.to(hopper)), case.exact(x, slots))
+
+
+def test_a_captured_graph_serves_other_batches(hopper: str) -> None:
+    """And beside its neighbours, as in a model: the buffers of one layer are the next one's."""
+    case = LoraCase.make((64, 456), 32, torch.bfloat16, hopper)
+    x, slots = torch.randn(40, INPUTS).bfloat16().to(hopper), case.slots(40).to(hopper)
+    case.run(x, slots)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [case.run(x * scale, slots) for scale in (1, 2, 4)]
+    for drawn in (case.slots(40), torch.full((40,), -1), torch.full((40,), 31)):
+        x.copy_(torch.randn(40, INPUTS))
+        slots.copy_(drawn)
+        for _ in range(50):
+            graph.replay()
+        for scale, one in zip((1, 2, 4), found, strict=True):
+            assert_rounded(one, case.exact(x.cpu() * scale, drawn))
 
 
 REFUSED: list[tuple[str, Callable[[Tensor, Tiles], tuple[Tensor, Tiles]]]] = [
@@ -206,4 +301,5 @@ def test_the_fused_kernel_compiles_for_hopper() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     # Of a tile four for each 64 of a step's inputs, twice over (the last step is apart); of LoRA four for 64 columns.
     counts = [[int(count) for count in line.split()[2:]] for line in done.stdout.splitlines()]
-    assert counts == [[32, 40], [32, 40], [16, 24], [16, 24]]
+    # Both kinds of warps wait for the kernel of A · x.
+    assert counts == 2 * [[32, 0, 40, 2]] + 2 * [[16, 0, 24, 2]]

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -201,14 +202,23 @@ async def test_bad_adapters_cost_nothing(
     await fresh.load(key(1), adapters[0], NOISE)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        # vLLM wants it; what is adapted is plain from the tensors, so our check does not ask.
+        ({"target_modules": None}, "vLLM refused"),
+        # Every number in the file is finite, and so is alpha.
+        ({"lora_alpha": 1e42}, "not finite once it is scaled by alpha / r and cast to torch.float32"),
+    ],
+)
 async def test_an_adapter_that_only_vllm_refuses_costs_nothing(
-    fresh: PolicyEngine, adapters: list[Path], tmp_path: Path
+    fresh: PolicyEngine, adapters: list[Path], tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     shutil.copytree(adapters[0], tmp_path / "bad")
-    config = json.loads((tmp_path / "bad" / "adapter_config.json").read_text())
-    del config["target_modules"]  # vLLM wants it; what is adapted is plain from the tensors, so our check does not ask
-    (tmp_path / "bad" / "adapter_config.json").write_text(json.dumps(config))
-    with pytest.raises(AdapterError, match="vLLM refused"):
+    config = json.loads((tmp_path / "bad" / "adapter_config.json").read_text()) | changes
+    kept = {name: value for name, value in config.items() if value is not None}
+    (tmp_path / "bad" / "adapter_config.json").write_text(json.dumps(kept))
+    with pytest.raises(AdapterError, match=message):
         await fresh.load(key(1), tmp_path / "bad", NOISE)
     await fresh.load(key(1), adapters[0], NOISE)
     assert fresh.loaded == {key(1)}
