@@ -258,6 +258,8 @@ def plans(tokens: int) -> list[Plan]:
         (2, 3, 4, 5, 6, 8),
         (1, 2, 3, 4, 5),
     ):
+        if inputs == 64 and stages < 3:
+            continue
         plan = Plan(width, groups, inputs, stages, programs)
         shared = stages * inputs // 64 * (128 * width + 2304 * groups) + 64 * width + 4096
         own = (plan.registers * (groups + 1) - 24) // groups  # registers of a computing thread
@@ -269,7 +271,7 @@ def plans(tokens: int) -> list[Plan]:
     return [
         plan
         for plan in found
-        if sum(replace(o, stages=0) == replace(plan, stages=0) and o.stages > plan.stages for o in found) < 2
+        if sum(replace(o, stages=9) == replace(plan, stages=9) and o.stages > plan.stages for o in found) < 2
     ]
 
 

@@ -12,9 +12,11 @@ at once, share the parts of all tiles evenly. What they hold of a tile that othe
 and a second kernel adds the pieces in order, so that results do not depend on timing. Few parts spare pieces, many even
 out the work.
 
-LoRA (`lora.py`): A · x comes from a kernel that runs beside this one until this one comes to a tile's end. There
-B · (A · x) is one more step or more for each adapter with a token in the tile: B is the left operand, read from where
-it lies, and A · x the right one, through the ring. B must be finite: 0 · ∞ would reach tokens of other adapters.
+Without LoRA, the kernel starts before the one before it has ended (`dependent_launch.py`), and waits for it before it
+reads x. With it, A · x comes from a kernel (`low_rank.py`) that has waited for x already and runs beside this one until
+this one comes to a tile's end. There B · (A · x) is one more step or more for each adapter with a token in the tile: B
+is the left operand, read from where it lies, and A · x the right one, through the ring. B must be finite: 0 · ∞ would
+reach tokens of other adapters.
 
 Legend: M tokens, K inputs, N outputs.
 """
@@ -29,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qerld_kernels.dependent_launch import wait_for_the_kernel_before
 from qerld_kernels.jit import INTERPRETED, gl, gluon_jit, hopper, jit, tl
 from qerld_kernels.low_rank import LOW_COLUMNS, LowRank
 from qerld_kernels.tile_operands import decode, fetch
@@ -64,6 +67,12 @@ class Plan:
     stages: int
     programs: int
     parts: int = 1 << 16
+
+    def __post_init__(self) -> None:
+        """A step's room is given back while the first product of the next one runs, which needs the one after."""
+        least = 3 if self.inputs == SIDE else 2
+        if self.stages < least:
+            raise ValueError(f"stages: must be at least {least} for steps of {self.inputs} inputs, got {self.stages}")
 
     @property
     def registers(self) -> int:
@@ -117,13 +126,14 @@ def fused_product(
         scale * 2**7, tokens, outputs, columns, token_tiles, part, parts, *begins, b[0].shape[0] if b else 0,
         PIECES=len(b), RANK=b[0].shape[3] if b else 0, LOW_STEPS=low.shape[1] // LOW_COLUMNS if b else 0,
         GROUPS=plan.groups, TOKENS=plan.tokens, CHUNK=chunk, STAGES=plan.stages, LOADER_REGISTERS=_LOADER_REGISTERS,
-        num_warps=4 * plan.groups, maxnreg=plan.registers, launch_pdl=lora is not None,
+        num_warps=4 * plan.groups, maxnreg=plan.registers, launch_pdl=True,
     )  # fmt: skip
     if parts > 1 and (work % programs or work // programs % parts):  # some tile was shared
         rows = min(plan.tokens, _PIECE_TOKENS)
         _add_pieces[(tile_rows * token_tiles, plan.groups * (plan.tokens // rows))](
             pieces, y, scale * 2**7, tokens, outputs, parts, token_tiles, programs, work,
-            SCALED_TAIL=lora is not None, GROUPS=plan.groups, TOKENS=plan.tokens, ROWS=rows, num_warps=4,
+            PDL=True, SCALED_TAIL=lora is not None, GROUPS=plan.groups, TOKENS=plan.tokens, ROWS=rows,
+            num_warps=4, launch_pdl=True,
         )  # fmt: skip
     return y
 
@@ -222,6 +232,8 @@ def _load(
                 copy_tile(
                     scale_desc, [at * 64], arrived, scale_ring.index(stage).slice(group * CHUNK * 64, CHUNK * 64, 0)
                 )
+            if PIECES == 0:
+                _wait_for_the_kernel_before()
             for own in gl.static_range(CHUNK):
                 copy_tile(x_desc, [token, (column + own) * 64], arrived, x_ring.index(stage * CHUNK + own))
             turn += 1
@@ -336,9 +348,15 @@ def _add_lora(
 
 
 @gluon_jit
+def _wait_for_the_kernel_before():
+    """For its end and all that it wrote; at once when that has been."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon_jit
 def _live(live_ptr, token, tokens, TOKENS: gl.constexpr):
     """Bit l: a token of the tile is in slot l; read as soon as the kernel that says so is done."""
-    gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    _wait_for_the_kernel_before()
     live = 0
     for tile in gl.static_range((TOKENS + 15) // 16):
         at = token // 16 + tile
@@ -379,7 +397,7 @@ def _store(total, y_ptr, factor, tokens, outputs, output, token, GROUPS: gl.cons
 @partial(jit, do_not_specialize=["tokens", "parts", "token_tiles", "programs", "work"])
 def _add_pieces(
     pieces_ptr, y_ptr, factor, tokens, outputs, parts, token_tiles, programs, work,
-    SCALED_TAIL: tl.constexpr, GROUPS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    PDL: tl.constexpr, SCALED_TAIL: tl.constexpr, GROUPS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """y of 64 outputs and ROWS tokens of a tile that several programs worked on; the last may have scaled its piece."""
     tile = tl.program_id(0)
@@ -387,6 +405,8 @@ def _add_pieces(
     head = ((tile * parts + 1) * programs - 1) // work
     tail = ((tile * parts + parts) * programs - 1) // work
     if head != tail:
+        if PDL:
+            wait_for_the_kernel_before()
         m = block * ROWS + tl.arange(0, ROWS)[None, :]
         n = tl.arange(0, 64)[:, None]
         at = n * TOKENS + m

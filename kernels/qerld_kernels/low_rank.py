@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from qerld_kernels.dependent_launch import let_the_next_kernel_start, wait_for_the_kernel_before
 from qerld_kernels.jit import INTERPRETED, jit, next_power_of_2, tl
 from qerld_kernels.lora import plan, shrunk, slots_of, three
 
@@ -72,8 +73,8 @@ def shrink_low(x: Tensor, a: list[Tensor], b: list[Tensor], slots: Tensor, ticke
     _shrink_low[(tiles, split, pieces)](
         x, *three(a), parts, low, live, tickets, slots, tokens, inputs, x.stride(0), loras, own, split, columns,
         RANK=rank, PADDED=max(16, next_power_of_2(rank)), TAIL=next_power_of_2(max(1, columns - pieces * rank)),
-        PIECES=pieces, BM=LOW_TOKENS, BK=chosen.inputs, EARLY=not INTERPRETED,
-        num_warps=chosen.shrink_warps, num_stages=chosen.stages,
+        PIECES=pieces, BM=LOW_TOKENS, BK=chosen.inputs, PDL=not INTERPRETED,
+        num_warps=chosen.shrink_warps, num_stages=chosen.stages, launch_pdl=True,
     )  # fmt: skip
     return LowRank(low, live, b, parts)
 
@@ -99,11 +100,12 @@ def _shrink_low(
     x_ptr, a0_ptr, a1_ptr, a2_ptr, parts_ptr, low_ptr, live_ptr, tickets_ptr, slots_ptr,
     tokens, inputs, x_stride, loras, own, split, columns,
     RANK: tl.constexpr, PADDED: tl.constexpr, TAIL: tl.constexpr, PIECES: tl.constexpr, BM: tl.constexpr,
-    BK: tl.constexpr, EARLY: tl.constexpr,
+    BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`_shrink`, and the last program of a tile and piece to come writes `LowRank`."""
-    if EARLY:
-        _let_the_next_kernel_start()
+    if PDL:
+        wait_for_the_kernel_before()
+        let_the_next_kernel_start()
     tile, part, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows = tile * BM + tl.arange(0, BM)
     slot = slots_of(slots_ptr, rows, tokens, loras)
@@ -135,11 +137,3 @@ def _shrink_low(
             live |= tl.where(tl.max((slot == lora).to(tl.int32), axis=0) > 0, 1 << lora, 0)
         if piece == 0:
             tl.store(live_ptr + tile + tl.arange(0, 1), live)
-
-
-@jit
-def _let_the_next_kernel_start():
-    """Programmatic dependent launch: the next kernel waits itself for what it needs of this one."""
-    tl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-    )

@@ -30,7 +30,7 @@ DTYPES = [torch.float16, torch.bfloat16]
 INPUTS = 576
 # What `plan` chooses somewhere, and others: one warpgroup and many tokens, a ring of two.
 PLANS = sorted({chosen for tokens in (1, 9, 17, 64, 65, 257) if (chosen := plan(tokens))}, key=str)
-PLANS += [Plan(128, 1, 64, 2, 2, 1), Plan(16, 2, 256, 2, 2, 2), Plan(64, 4, 64, 4, 1, 3)]
+PLANS += [Plan(128, 1, 64, 3, 2, 1), Plan(16, 2, 256, 2, 2, 2), Plan(64, 4, 64, 4, 1, 3)]
 # As if the GPU had so few multiprocessors: programs then go from tile to tile, and share some.
 FEW = [1, 2, 3, None]
 
@@ -283,7 +283,7 @@ def test_pieces_of_shared_tiles_are_added(programs: int, scaled_tail: bool, devi
     y = torch.full((tokens, outputs), -1.0, dtype=torch.float16, device=device)
     _add_pieces[(tiles, groups)](
         pieces.to(device), y, 0.5, tokens, outputs, steps, 2, programs, work,
-        SCALED_TAIL=scaled_tail, GROUPS=groups, TOKENS=width, ROWS=width,
+        PDL=False, SCALED_TAIL=scaled_tail, GROUPS=groups, TOKENS=width, ROWS=width,
     )  # fmt: skip
     wanted = torch.full((2 * width, rows * groups * 64), -1.0)
     for at in set(range(tiles)) - whole:
@@ -301,5 +301,12 @@ def test_the_fused_kernel_compiles_for_hopper() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     # Of a tile four for each 64 of a step's inputs, twice over (the last step is apart); of LoRA four for 64 columns.
     counts = [[int(count) for count in line.split()[2:]] for line in done.stdout.splitlines()]
-    # Both kinds of warps wait for the kernel of A · x.
-    assert counts == 2 * [[32, 0, 40, 2]] + 2 * [[16, 0, 24, 2]]
+    # The loading warp waits for the kernel before; with LoRA all wait for that of A · x.
+    assert counts == 2 * [[32, 1, 40, 2]] + 2 * [[16, 1, 24, 2]]
+
+
+@pytest.mark.parametrize(("inputs", "least"), [(64, 3), (128, 2), (256, 2)])
+def test_too_short_a_ring_is_refused(inputs: int, least: int) -> None:
+    Plan(16, 1, inputs, least, 1)
+    with pytest.raises(ValueError, match=f"stages: must be at least {least}"):
+        Plan(16, 1, inputs, least - 1, 1)

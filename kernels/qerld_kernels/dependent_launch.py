@@ -1,0 +1,26 @@
+"""Programmatic dependent launch (CUDA C++ Programming Guide, 4.5): a kernel that starts before the one before it ended.
+
+Launch it with `launch_pdl=True`, and let every program that reads what earlier kernels wrote, or writes what they may
+still read, wait first. Under the interpreter there is nothing to wait for, and no such instruction: call these only
+where a compile-time argument says that it is compiled.
+"""
+
+from __future__ import annotations
+
+from qerld_kernels.jit import jit, tl
+
+__all__ = ["let_the_next_kernel_start", "wait_for_the_kernel_before"]
+
+
+@jit
+def wait_for_the_kernel_before():
+    """For its end and all that it wrote."""
+    tl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@jit
+def let_the_next_kernel_start():
+    """Once every program of this one is here."""
+    tl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
