@@ -25,12 +25,13 @@ from typing import Any
 
 import torch
 from gpu_timing import copies, eager, library, microseconds
-from lora_timing import LORA_TOKENS, lora_rows, lora_tune_rows
+from lora_timing import BATCHES, LORA_TOKENS, Layer, lora_rows, lora_tune_rows
 from qerld_kernels.dequantize import dequantize_unscaled
 from qerld_kernels.fused_product import Plan, fused_product
 from qerld_kernels.jit import can_launch
 from qerld_kernels.linear_logprob import Head, pair_logprobs
-from qerld_kernels.matmul import matmul, matmul_reference, remember_scale
+from qerld_kernels.low_rank import tickets_for
+from qerld_kernels.matmul import lora_matmul, matmul, matmul_reference, remember_scale
 from qerld_kernels.rmsnorm import add_rmsnorm_slots, rmsnorm_slots
 from qerld_kernels.tiles import Tiles, dequantize_tiles, tile
 from qerld_learner.trainer.nvfp4_linear import scaled_product
@@ -307,6 +308,31 @@ def tune_rows(models: list[str], tokens: list[int], processes: int) -> Iterator[
             yield {"model": model, "layer": layer, "tokens": count, "near": near}
 
 
+def product_lora_rows(models: list[str], tokens: list[int]) -> Iterator[dict[str, Any]]:
+    """What LoRA costs within the product: a layer without, with one adapter, and with two in a batch."""
+    none = torch.tensor([False])
+    for model, (name, (outputs, inputs)) in layers(models):
+        layer = Layer.of(name, outputs, inputs, DTYPE, DEVICE)
+        weights = [Weight.random(outputs, inputs) for _ in range(copies(outputs * inputs // 2))]
+        stacks = layer.adapters(1)[: 2 * len(weights)]
+        pairs = [(weights[at % len(weights)], *stack) for at, stack in enumerate(stacks)]
+        for count in tokens:
+            x = layer.batch(count)[1]
+            tickets = torch.zeros(tickets_for(count, len(layer.widths)), dtype=torch.int32, device=DEVICE)
+            row: dict[str, Any] = {"model": model, "layer": name, "tokens": count}
+            row["without_us"] = microseconds([lambda w=w: w.product(x) for w in weights])
+            for batch, make in BATCHES.items():
+                slots = make(count).to(DEVICE)
+                calls = [
+                    lambda w=w, a=a, b=b: lora_matmul(
+                        x, w.tiles.words, w.tiles.scale, w.global_scale, outputs, a, b, slots, none, tickets
+                    )
+                    for w, a, b in pairs
+                ]
+                row[f"{batch}_us"] = microseconds(calls)
+            yield row
+
+
 def layers(models: list[str]) -> list[tuple[str, tuple[str, tuple[int, int]]]]:
     return [(model, layer) for model in models for layer in MODELS[model].items()]
 
@@ -314,7 +340,9 @@ def layers(models: list[str]) -> list[tuple[str, tuple[str, tuple[int, int]]]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON file; rewritten after each section")
-    parser.add_argument("--only", default="dequantize,matmul,norm,head,lora", help="sections: these, tune, lora_tune")
+    parser.add_argument(
+        "--only", default="dequantize,matmul,norm,head,lora", help="sections: these, product_lora, tune, lora_tune"
+    )
     parser.add_argument("--models", default="7B,14B,32B", help="shapes")
     parser.add_argument("--tokens", help=f"M; else {TOKENS}, for lora {LORA_TOKENS}")
     parser.add_argument("--processes", type=int, default=14, help="that compile plans")
@@ -339,6 +367,7 @@ def main() -> None:
         "head": lambda: head_rows(models, [t for t in tokens if t >= min(512, max(tokens))]),
         "lora": lambda: lora_rows(layers(models), lora_tokens, limits, DTYPE, DEVICE),
         "tune": lambda: tune_rows(models, tokens, args.processes),
+        "product_lora": lambda: product_lora_rows(models, lora_tokens),
         "lora_tune": lambda: lora_tune_rows(layers(models), lora_tokens, DTYPE, DEVICE),
     }
     for name in args.only.split(","):
