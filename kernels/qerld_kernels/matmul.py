@@ -11,30 +11,33 @@ Legend: M tokens, K inputs, N outputs.
 
 from __future__ import annotations
 
+from functools import lru_cache
+from math import log
+
 import torch
 from torch import Tensor
 
 from qerld_kernels.fused_product import Plan, aligned, can_fuse, fused_product
 from qerld_kernels.lora import add_lora, check_lora
 from qerld_kernels.low_rank import shrink_low, tickets_for
+from qerld_kernels.plans import PLANS
 from qerld_kernels.tiles import SIDE, Tiles, dequantize_tiles, dequantize_tiles_reference
 
 __all__ = ["MOST_FUSED", "lora_matmul", "matmul", "matmul_reference", "plan", "remember_scale"]
 
-MOST_FUSED = 1024
-"""Tokens up to which `plan` has one."""
+MOST_FUSED = max(most for plans in PLANS.values() for most, _ in plans)
+"""Tokens up to which `plan` has one for some layer."""
 _MOST_SLOTS = 32
 
 
-def plan(tokens: int) -> Plan | None:
-    """Return how to compute a product of this size; None: dequantise. Measured on an H200 (benchmarks/README.md)."""
-    if tokens > MOST_FUSED:
-        return None
-    if tokens <= 32:
-        return Plan(8 if tokens <= 8 else 16 if tokens <= 16 else 32, 1, 256, 4 if tokens <= 16 else 2, 3)
-    if tokens <= 64:
-        return Plan(64, 2, 128, 4, 1)
-    return Plan(128, 2, 128, 4, 1) if tokens <= 128 else Plan(256, 2, 128, 3, 1)
+@lru_cache(maxsize=4096)
+def plan(tokens: int, outputs: int, inputs: int) -> Plan | None:
+    """Return how to compute a product of this size; None: dequantise.
+
+    By the table of the layer that is nearest in shape, in factors of outputs and inputs.
+    """
+    nearest = min(PLANS, key=lambda shape: abs(log(shape[0] / outputs)) + abs(log(shape[1] / inputs)))
+    return next((chosen for most, chosen in PLANS[nearest] if tokens <= most), None)
 
 
 def matmul_reference(x: Tensor, tiles: Tiles, outputs: int, global_scale: Tensor) -> Tensor:
@@ -67,7 +70,7 @@ def lora_matmul(
     widths, tokens = [up.shape[2] for up in b], x.shape[0]
     if sum(widths) != outputs:
         raise ValueError(f"b: must have {outputs} outputs in all, as the weight, got {widths}")
-    chosen = plan(tokens)
+    chosen = plan(tokens, outputs, x.shape[1])
     whole = all(width % SIDE == 0 for width in widths[:-1])  # no tile of outputs lies in two pieces
     fits = b[0].shape[0] <= _MOST_SLOTS and tickets_for(tokens, len(a)) <= tickets.numel()
     if none.item() or tokens == 0 or chosen is None or not (can_fuse(x) and whole and fits):
@@ -109,7 +112,7 @@ def matmul(x: Tensor, words: Tensor, scale: Tensor, global_scale: Tensor, output
     if x.ndim != 2 or x.dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"x: must be bf16 or fp16 [M, K], got {x.dtype} {tuple(x.shape)}")
     tiles, factor = Tiles(words, scale), _on_host(global_scale)
-    chosen = plan(x.shape[0])
+    chosen = plan(x.shape[0], outputs, x.shape[1])
     if chosen is not None and can_fuse(x):
         return fused_product(x, tiles, outputs, factor, chosen)
     weight = dequantize_tiles(tiles, outputs, x.shape[1], x.dtype)

@@ -65,7 +65,7 @@ def ptx(chosen: Plan, dtype: str, pieces: int) -> str:
 if __name__ == "__main__":
     for tokens in (16, 256):
         for dtype in ("bf16", "fp16"):
-            chosen = plan(tokens)
+            chosen = plan(tokens, 4096, 4096)
             assert chosen is not None
             made = [ptx(chosen, dtype, pieces) for pieces in (0, 3)]
             counts = [code.count(what) for code in made for what in ("wgmma.mma_async", "griddepcontrol.wait")]

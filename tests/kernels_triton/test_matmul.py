@@ -20,6 +20,7 @@ from qerld_kernels.jit import INTERPRETED
 from qerld_kernels.low_rank import shrink_low_reference, tickets_for
 from qerld_kernels.matmul import MOST_FUSED, lora_matmul, matmul, matmul_reference, plan, remember_scale
 from qerld_kernels.nvfp4 import Nvfp4Tensor, quantize
+from qerld_kernels.plans import PLANS
 from qerld_kernels.tiles import Tiles, tile
 from torch import Tensor
 
@@ -28,9 +29,9 @@ from kernels_triton.test_tiles import on
 SHAPES = [(1, 64, 256), (3, 20, 64), (17, 130, 576), (123, 70, 112), (300, 1000, 1040)]
 DTYPES = [torch.float16, torch.bfloat16]
 INPUTS = 576
-# What `plan` chooses somewhere, and others: one warpgroup and many tokens, a ring of two.
-PLANS = sorted({chosen for tokens in (1, 9, 17, 64, 65, 257) if (chosen := plan(tokens))}, key=str)
-PLANS += [Plan(128, 1, 64, 3, 2, 1), Plan(16, 2, 256, 2, 2, 2), Plan(64, 4, 64, 4, 1, 3)]
+# What the table has, and others: one warpgroup and many tokens, a ring of two, few parts.
+USED = sorted({chosen for plans in PLANS.values() for _, chosen in plans}, key=str)
+USED += [Plan(128, 1, 64, 3, 2, 1), Plan(16, 2, 256, 2, 2, 2), Plan(64, 4, 64, 4, 1, 3)]
 # As if the GPU had so few multiprocessors: programs then go from tile to tile, and share some.
 FEW = [1, 2, 3, None]
 
@@ -65,7 +66,7 @@ def few_multiprocessors(monkeypatch: pytest.MonkeyPatch, few: int | None) -> Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("chosen", PLANS, ids=str)
+@pytest.mark.parametrize("chosen", USED, ids=str)
 @pytest.mark.parametrize(("shape", "few"), [*((shape, None) for shape in SHAPES), *(((70, 520, 576), n) for n in FEW)])
 def test_fused_against_float64(
     shape: tuple[int, int, int],
@@ -217,7 +218,7 @@ def test_more_tokens_with_lora_than_are_fused(device: str) -> None:
 @pytest.mark.parametrize("few", FEW)
 def test_with_lora_shared_in_parts(few: int | None, parts: int, hopper: str, monkeypatch: pytest.MonkeyPatch) -> None:
     few_multiprocessors(monkeypatch, few)
-    monkeypatch.setattr(matmul_module, "plan", lambda _tokens: Plan(32, 2, 64, 4, 1, parts))
+    monkeypatch.setattr(matmul_module, "plan", lambda *_size: Plan(32, 2, 64, 4, 1, parts))
     case = LoraCase.make((192, 330), 32, torch.float16, hopper)
     x, slots = torch.randn(70, INPUTS).half(), case.slots(70)
     assert_rounded(case.run(x.to(hopper), slots.to(hopper)), case.exact(x, slots))
@@ -310,3 +311,18 @@ def test_too_short_a_ring_is_refused(inputs: int, least: int) -> None:
     Plan(16, 1, inputs, least, 1)
     with pytest.raises(ValueError, match=f"stages: must be at least {least}"):
         Plan(16, 1, inputs, least - 1, 1)
+
+
+def test_plans_of_other_layers_and_tokens_are_the_nearest() -> None:
+    outputs, inputs = max(PLANS)
+    (least, first), *_, (most, last) = PLANS[outputs, inputs]
+    assert plan(1, outputs, inputs) == plan(least, outputs, inputs) == first
+    assert plan(most, 2 * outputs, inputs) == last
+    assert plan(most + 1, outputs, inputs) is None
+
+
+def test_every_table_is_in_order_and_ends_where_the_weight_is_dequantised() -> None:
+    for plans in PLANS.values():
+        tokens = [most for most, _ in plans]
+        assert tokens == sorted(set(tokens))
+        assert tokens[-1] >= 512, "captured graphs of vLLM have up to 512 tokens"
