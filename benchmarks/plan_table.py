@@ -61,7 +61,7 @@ def module(picked: dict[Case, Plan]) -> str:
     for (outputs, inputs, tokens), plan in sorted(picked.items()):
         shapes[outputs, inputs].append((tokens, plan))
     lines = [
-        '"""Plans of the fused product by layer and tokens; written by benchmarks/plan_table.py, do not edit."""',
+        '"""Plans of the fused product by layer and tokens: written by benchmarks/plan_table.py."""',
         "",
     ]
     lines += ["from __future__ import annotations", "", "from qerld_kernels.fused_product import Plan", ""]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 
+from qerld_kernels.dependent_launch import can_depend, let_the_next_kernel_start
 from qerld_kernels.jit import can_launch, jit, next_power_of_2, tl
 
 __all__ = ["add_rmsnorm_slots", "rmsnorm", "rmsnorm_slots", "rmsnorm_slots_reference"]
@@ -114,9 +115,14 @@ def rmsnorm_slots_reference(
 def _kernel(
     x_ptr, residual_ptr, weight_ptr, noise_ptr, slots_ptr, y_ptr, total_ptr,
     x_stride, residual_stride, channels, eps,
-    UNIT_OFFSET: tl.constexpr, WITH_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr, WITH_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One token a program. Its row stays in registers between the sum of squares and the product."""
+    """One token a program. Its row stays in registers between the sum of squares and the product.
+
+    EARLY: a product that comes next may fetch weights meanwhile.
+    """
+    if EARLY:
+        let_the_next_kernel_start()
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < channels
@@ -161,7 +167,7 @@ def _launch(
         _kernel[(tokens,)](
             x, other, weight, noise_table, slots, y, y if total is None else total,
             x.stride(0), other.stride(0), channels, eps,
-            UNIT_OFFSET=unit_offset, WITH_RESIDUAL=residual is not None, BLOCK=block,
+            UNIT_OFFSET=unit_offset, WITH_RESIDUAL=residual is not None, BLOCK=block, EARLY=can_depend(x.device),
             num_warps=min(16, max(1, block // 512)),
         )  # fmt: skip
     return y, total
