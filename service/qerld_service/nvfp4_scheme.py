@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
+from qerld_kernels.fused_product import can_fuse
 from qerld_kernels.matmul import matmul, remember_scale
 from qerld_kernels.nvfp4 import BLOCK, Nvfp4Tensor, dequantize, flush_scales
 from qerld_kernels.tiles import tile
@@ -93,6 +95,7 @@ class TiledNvfp4(_Nvfp4):
     def process_weights_after_loading(self, layer: Any) -> None:
         """The names under which vLLM's LoRA looks for a layer's device stay."""
         tensor = self.take(layer)
+        _say_where_it_is_slow(tensor.packed.device)
         tiles = tile(tensor.packed, tensor.scale)
         layer.weight_packed = torch.nn.Parameter(tiles.words, requires_grad=False)
         layer.weight_scale = torch.nn.Parameter(tiles.scale, requires_grad=False)
@@ -108,6 +111,16 @@ class TiledNvfp4(_Nvfp4):
         )
         y = y.view(*x.shape[:-1], y.shape[-1])
         return y if bias is None else y + bias
+
+
+@cache
+def _say_where_it_is_slow(device: torch.device) -> None:
+    if not can_fuse(torch.empty(0, device=device)):
+        logger.warning(
+            "nvfp4_kernel: qerld's kernel needs a Hopper GPU and a Triton with Gluon, which %s has not; every product "
+            "dequantises its weight first, which is slow for few tokens: set nvfp4_kernel to marlin",
+            device,
+        )
 
 
 def register_tiled_nvfp4() -> None:
