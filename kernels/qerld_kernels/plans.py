@@ -1,4 +1,7 @@
-"""Plans of the fused product by layer and tokens: written by benchmarks/plan_table.py."""
+"""Plans of the fused product by layer and tokens.
+
+By hand, after what the kernel's first form took; `benchmarks/plan_table.py` writes it once the present form is tuned.
+"""
 
 from __future__ import annotations
 
@@ -16,4 +19,4 @@ PLANS: dict[tuple[int, int], tuple[tuple[int, Plan], ...]] = {
         (1024, Plan(256, 2, 128, 3, 1)),
     ),
 }
-"""(outputs, inputs) of a layer: most tokens, plan. On an H200: benchmarks/results."""
+"""(outputs, inputs) of a layer: most tokens, plan."""
