@@ -93,22 +93,23 @@ async def with_noise(args: argparse.Namespace, adapter: Path) -> dict[str, Any]:
         "noisy": mean_difference(mixed[0::2], noisy[0::2]),
     }
 
-    async def sample(request_id: str, prompt: list[int], tokens: int) -> int:
-        stream = engine.generate(NOISY, request_id, prompt, Sampling(max_tokens=tokens))
-        return sum([len(delta.token_ids) async for delta in stream])
+    def sample_of(*keys: AdapterKey) -> Sampler:
+        """The requests of a batch take the adapters in turn."""
 
-    async def sample_of_two(request_id: str, prompt: list[int], tokens: int) -> int:
-        key = OTHER if int(request_id.rsplit("-", 1)[1]) % 2 else NOISY
-        stream = engine.generate(key, f"two-{request_id}", prompt, Sampling(max_tokens=tokens))
-        return sum([len(delta.token_ids) async for delta in stream])
+        async def sample(request_id: str, prompt: list[int], tokens: int) -> int:
+            key = keys[int(request_id.rsplit("-", 1)[1]) % len(keys)]
+            stream = engine.generate(key, f"{len(keys)}-{request_id}", prompt, Sampling(max_tokens=tokens))
+            return sum([len(delta.token_ids) async for delta in stream])
+
+        return sample
 
     async def sample_of_none(request_id: str, prompt: list[int], tokens: int) -> int:
         params = engine._sampling_params(prompt, Sampling(max_tokens=tokens))
         stream = engine._llm.generate({"prompt_token_ids": prompt}, params, f"none-{request_id}")
         return sum([len(completion.token_ids) async for output in stream for completion in output.outputs])
 
-    result["tokens_per_s"] = await by_batch(args, sample)
-    result["tokens_per_s_two_versions"] = await by_batch(args, sample_of_two)
+    result["tokens_per_s"] = await by_batch(args, sample_of(NOISY))
+    result["tokens_per_s_two_versions"] = await by_batch(args, sample_of(NOISY, OTHER))
     result["tokens_per_s_without_adapter"] = await by_batch(args, sample_of_none)
     result["scores"] = alone
     await engine.stop()

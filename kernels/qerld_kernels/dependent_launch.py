@@ -7,23 +7,16 @@ where a compile-time argument says that it is compiled.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
-from qerld_kernels.jit import INTERPRETED, jit, tl
+from qerld_kernels.jit import INTERPRETED, compute_capability, jit, tl
 
 __all__ = ["can_depend", "let_the_next_kernel_start", "wait_for_the_kernel_before"]
 
 
 def can_depend(device: torch.device) -> bool:
     """Whether the GPU has it: Hopper and later."""
-    return not INTERPRETED and device.type == "cuda" and _major(device) >= 9
-
-
-@lru_cache
-def _major(device: torch.device) -> int:
-    return torch.cuda.get_device_capability(device)[0]
+    return not INTERPRETED and device.type == "cuda" and compute_capability(device) >= 9
 
 
 @jit

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from qerld_kernels.dependent_launch import wait_for_the_kernel_before
-from qerld_kernels.jit import INTERPRETED, gl, gluon_jit, hopper, jit, tl
+from qerld_kernels.jit import INTERPRETED, compute_capability, gl, gluon_jit, hopper, jit, tl
 from qerld_kernels.low_rank import LOW_COLUMNS, LowRank
 from qerld_kernels.tile_operands import decode, fetch
 from qerld_kernels.tiles import SIDE, Tiles, check_tiles
@@ -82,7 +82,7 @@ class Plan:
 
 def can_fuse(x: Tensor) -> bool:
     """Whether the kernel runs where x is: Hopper, with a Triton that has Gluon."""
-    return hopper is not None and not INTERPRETED and x.is_cuda and _capability(x.device)[0] == 9
+    return hopper is not None and not INTERPRETED and x.is_cuda and compute_capability(x.device) == 9
 
 
 def fused_product(
@@ -140,16 +140,12 @@ def fused_product(
 
 def aligned(x: Tensor) -> Tensor:
     """x, or a copy of it if its rows do not begin at multiples of 16 bytes, which TMA asks for."""
-    return x if x.stride(1) == 1 and x.stride(0) % 8 == x.data_ptr() % 16 == 0 else x.contiguous().clone()
+    fits = x.stride(1) == 1 and x.stride(0) % 8 == x.data_ptr() % 16 == 0
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
 def _flat(tensor: Tensor, block: int, bits: int) -> Any:
     return TensorDescriptor(tensor, [tensor.numel()], [1], [block], gl.NVMMASharedLayout(0, bits, 1))
-
-
-@lru_cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
 
 
 @lru_cache

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -24,8 +25,8 @@ except ImportError:  # no Triton, or one before Gluon knew Hopper
     gluon = gl = hopper = None
 
 __all__ = [
-    "INTERPRETED", "can_launch", "constant", "gl", "gluon", "gluon_jit", "hopper", "jit", "next_power_of_2", "tl",
-    "triton",
+    "INTERPRETED", "can_launch", "compute_capability", "constant", "gl", "gluon", "gluon_jit", "hopper", "jit",
+    "next_power_of_2", "tl", "triton",
 ]  # fmt: skip
 
 INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
@@ -49,6 +50,12 @@ def constant(value: Any) -> Any:
 def can_launch(tensor: torch.Tensor) -> bool:
     """Whether kernels run on the tensor's device; the torch references take over where they do not."""
     return INTERPRETED or (triton is not None and tensor.is_cuda)
+
+
+@lru_cache
+def compute_capability(device: torch.device) -> int:
+    """The major number of a GPU's: 9 for Hopper."""
+    return torch.cuda.get_device_capability(device)[0]
 
 
 def next_power_of_2(number: int) -> int:

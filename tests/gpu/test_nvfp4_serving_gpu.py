@@ -16,23 +16,13 @@ from qerld_kernels.checkpoint import CheckpointReader
 from qerld_service.adapters import AdapterKey, linear_shapes
 from qerld_service.engine import EngineConfig, PolicyEngine, Sampling
 from qerld_service.quickstart.held_out import questions_of
-from qerld_service.quickstart.model import ModelPackageError, prepare_smollm2
 from qerld_service.quickstart.tasks import make_task
 from support.tiny import make_adapter
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.timeout(900)]
 
-CACHE = Path(__file__).parents[2] / ".cache" / "models"
 KEY = AdapterKey("kernels", 1, False)
 TOKENS, NEAR_TIE = 16, 0.05
-
-
-@pytest.fixture(scope="module")
-def smollm2() -> Path:
-    try:
-        return prepare_smollm2(CACHE)
-    except ModelPackageError as error:
-        pytest.skip(f"no SmolLM2 here: {error}")
 
 
 async def greedy(

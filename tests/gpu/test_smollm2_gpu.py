@@ -10,23 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from qerld_service.quickstart.model import ModelPackageError, prepare_smollm2
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
-CACHE = ROOT / ".cache" / "models"
 # Nats a token. bfloat16 moves by 0.025 with nothing but the order of a sum (benchmarks/README.md).
 LARGEST_GAPS = {"bfloat16": 0.05, "float16": 0.01}
-
-
-@pytest.fixture(scope="module")
-def smollm2() -> Path:
-    """The model of the quickstart, from its cache or its package."""
-    try:
-        return prepare_smollm2(CACHE)
-    except ModelPackageError as error:
-        pytest.skip(f"no SmolLM2 here: {error}")
 
 
 def finished(command: list[str], **environment: str) -> None:
@@ -38,8 +27,8 @@ def finished(command: list[str], **environment: str) -> None:
 
 @pytest.mark.usefixtures("smollm2")
 @pytest.mark.parametrize("dtype", LARGEST_GAPS)
-def test_the_loop_learns(tmp_path: Path, dtype: str) -> None:
-    command = ["-m", "qerld_service.cli", "quickstart", "--out", str(tmp_path / "run"), "--cache", str(CACHE)]
+def test_the_loop_learns(model_cache: Path, tmp_path: Path, dtype: str) -> None:
+    command = ["-m", "qerld_service.cli", "quickstart", "--out", str(tmp_path / "run"), "--cache", str(model_cache)]
     finished(command, QERLD_SERVE_DTYPE=dtype)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["device"], summary["dtype"]) == ("cuda", dtype)

@@ -15,7 +15,6 @@ import torch
 from qerld_kernels import dequantize, linear_logprob, rmsnorm
 from qerld_learner.trainer.messages import InitVersion, NoiseSpec, Score, Scores, Sequence, TrainerConfig
 from qerld_learner.trainer.worker import Worker
-from qerld_service.quickstart.model import ModelPackageError, prepare_smollm2
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,7 +22,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
 ]
 
-CACHE = Path(__file__).parents[2] / ".cache" / "models"
 # Nats a token; benchmarks/README.md: another order of sums alone gives 3.4e-2 in bf16 and 3.3e-3 in fp16.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 4e-2, "float16": 4e-3}
 
@@ -40,14 +38,10 @@ def without_kernels() -> Iterator[None]:
 @pytest.mark.parametrize("sigma", [0.0, 0.01])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_kernels_and_torch_agree(
-    dtype: Literal["float32", "bfloat16", "float16"], sigma: float, tmp_path: Path
+    dtype: Literal["float32", "bfloat16", "float16"], sigma: float, smollm2: Path, tmp_path: Path
 ) -> None:
-    try:
-        model = prepare_smollm2(CACHE)
-    except ModelPackageError as error:
-        pytest.skip(f"no SmolLM2 here: {error}")
     worker = Worker(lambda _event: None)
-    config = TrainerConfig(base=str(model), dtype=dtype, device="cuda")
+    config = TrainerConfig(base=str(smollm2), dtype=dtype, device="cuda")
     worker.handle(InitVersion("kernels", config, str(tmp_path)))
     draw = torch.Generator().manual_seed(0)
     lengths = (5, 17, 64, 130)

@@ -201,7 +201,7 @@ def test_with_lora(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     few_multiprocessors(monkeypatch, few)
-    case, x, slots = LoraCase.make(widths, rank, dtype, device), torch.randn(tokens, INPUTS).to(dtype), None
+    case, x = LoraCase.make(widths, rank, dtype, device), torch.randn(tokens, INPUTS).to(dtype)
     for slots in (case.slots(tokens), torch.full((tokens,), -1)):
         assert_rounded(case.run(x.to(device), slots.to(device)), case.exact(x, slots))
     assert_rounded(case.run(x.to(device), slots.to(device), none=True), exact(x, case.packed))
