@@ -31,7 +31,7 @@ from qerld_kernels.fused_product import Plan, fused_product
 from qerld_kernels.jit import can_launch
 from qerld_kernels.linear_logprob import Head, pair_logprobs
 from qerld_kernels.low_rank import tickets_for
-from qerld_kernels.matmul import lora_matmul, matmul, matmul_reference, remember_scale
+from qerld_kernels.matmul import dequantized_product, lora_matmul, matmul, matmul_reference, remember_scale
 from qerld_kernels.rmsnorm import add_rmsnorm_slots, rmsnorm_slots
 from qerld_kernels.tiles import Tiles, dequantize_tiles, tile
 from qerld_learner.trainer.nvfp4_linear import scaled_product
@@ -255,18 +255,16 @@ def plans(tokens: int) -> list[Plan]:
     for width, groups, inputs, stages, programs in product(
         sorted({tile, max(8, tile // 2), min(tile, 128)}),
         (1, 2, 4),
-        (64, 128, 256),
+        (128, 256),
         (2, 3, 4, 5, 6, 8),
         (1, 2, 3, 4, 5),
     ):
-        if inputs == 64 and stages < 3:
-            continue
         plan = Plan(width, groups, inputs, stages, programs)
-        shared = stages * inputs // 64 * (128 * width + 2304 * groups) + 64 * width + 4096
+        shared = stages * (inputs // 64 * (128 * width + 2304 * groups) + 16) + min(4096, 128 * width)
         own = (plan.registers * (groups + 1) - 24) // groups  # registers of a computing thread
         waiting = groups * programs * stages * inputs * 36  # bytes of W̃ in flight; memory wants some 40 KB
-        enough = (waiting > 40 << 10 and programs > 1 and inputs > 64) if tokens <= 32 else waiting > 24 << 10
-        if enough and shared * programs <= 227 << 10 and own >= width // 2 + 56:
+        enough = (waiting > 40 << 10 and programs > 1) if tokens <= 32 else waiting > 24 << 10
+        if enough and (shared + 1024) * programs <= 228 << 10 and own >= width // 2 + 56:
             found.append(plan)
     # Of rings that differ in their depth alone, the two deepest.
     return [
@@ -284,8 +282,8 @@ def compile_plan(chosen: Plan) -> None:
 
 
 def tune_rows(models: list[str], tokens: list[int], processes: int) -> Iterator[dict[str, Any]]:
-    """The plans within a tenth of the fastest for each layer and M."""
-    few = [count for count in tokens if count <= 2048]
+    """The plans within a tenth of the fastest for each layer and M, and the other way."""
+    few = [count for count in tokens if count <= 4096]
     every = sorted({plan for count in few for plan in plans(count)}, key=str)
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         list(pool.map(compile_plan, every, chunksize=4))
@@ -305,7 +303,8 @@ def tune_rows(models: list[str], tokens: list[int], processes: int) -> Iterator[
             taken += [took(replace(plan, parts=parts)) for _, plan in taken[:4] for parts in (2, 3, 4, 6)]
             taken.sort(key=lambda pair: pair[0])
             near = [[us, asdict(plan)] for us, plan in taken if us < 1.1 * taken[0][0]]
-            yield {"model": model, "layer": layer, "tokens": count, "near": near}
+            others = microseconds([lambda w=w: dequantized_product(x, w.tiles, outputs, 1.0) for w in weights])
+            yield {"model": model, "layer": layer, "tokens": count, "dequantized_us": others, "near": near}
 
 
 def product_lora_rows(models: list[str], tokens: list[int]) -> Iterator[dict[str, Any]]:

@@ -3,7 +3,8 @@
     python benchmarks/plan_table.py tune-h200.json [more.json] > kernels/qerld_kernels/plans.py
 
 For each layer and number of tokens any plan within 3% of the fastest will do; of these, as few different kernels are
-taken as cover everything, since each is compiled when a server starts.
+taken as cover everything, since each is compiled when a server starts. A layer's plans end where it is faster to
+dequantise its weight first.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ def measured(files: list[Path]) -> dict[Case, list[tuple[float, Plan]]]:
     cases: dict[Case, list[tuple[float, Plan]]] = {}
     for file in files:
         for row in json.loads(file.read_text())["tune"]:
+            if row["near"][0][0] > row["dequantized_us"]:
+                continue
             case = (*MODELS[row["model"]][row["layer"]], row["tokens"])
             cases[case] = sorted(((us, Plan(**plan)) for us, plan in row["near"]), key=lambda pair: pair[0])
     return cases

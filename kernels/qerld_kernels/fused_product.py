@@ -56,9 +56,9 @@ _PIECE_TOKENS = 32
 class Plan:
     """How to share the work.
 
-    tokens: of a tile, 8 to 256; groups: warpgroups of a program, 1, 2 or 4, 64 outputs each; inputs: of a step, 64, 128
-    or 256; stages: steps in flight; programs: on each multiprocessor, whose registers they divide among them; parts: of
-    a tile, at most.
+    tokens: of a tile, 8 to 256; groups: warpgroups of a program, 1, 2 or 4, 64 outputs each; inputs: of a step, 128 or
+    256; stages: steps in flight; programs: on each multiprocessor, whose registers they divide among them; parts: of a
+    tile, at most.
     """
 
     tokens: int
@@ -69,10 +69,12 @@ class Plan:
     parts: int = 1 << 16
 
     def __post_init__(self) -> None:
-        """A step's room is given back while the first product of the next one runs, which needs the one after."""
-        least = 3 if self.inputs == SIDE else 2
-        if self.stages < least:
-            raise ValueError(f"stages: must be at least {least} for steps of {self.inputs} inputs, got {self.stages}")
+        """With one product a step, its operand's registers would be given the next operand while it still reads them.
+
+        A step's room is given back while the first product of the next one runs, which needs the one after.
+        """
+        if self.inputs not in (2 * SIDE, 4 * SIDE) or self.stages < 2:
+            raise ValueError(f"a plan needs steps of 128 or 256 inputs and 2 stages, got {self.inputs}, {self.stages}")
 
     @property
     def registers(self) -> int:
@@ -266,30 +268,28 @@ def _multiply(
         begin = unit
         tile, first, last, unit = _steps(begin, end, columns, part, parts, CHUNK)
         total = gl.zeros([ROWS, TOKENS], gl.float32, mma)
-        stage = turn % STAGES
-        mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
-        words, scales = fetch(words_ring, scale_ring, stage, GROUPS, CHUNK)
+        mbarrier.wait(full.index(turn % STAGES), (turn // STAGES) & 1)
+        words, scales = fetch(words_ring, scale_ring, turn % STAGES, GROUPS, CHUNK)
         weight = decode(words[0], scales[0], mma, BF16)
-        before = stage  # to be given back once no product reads it
         for step in range(first, last - 1):
             for place in gl.static_range(CHUNK):
                 if place == CHUNK - 1:
-                    turn += 1
-                    following = turn % STAGES
-                    mbarrier.wait(full.index(following), (turn // STAGES) & 1)
-                    words, scales = fetch(words_ring, scale_ring, following, GROUPS, CHUNK)
-                x = x_ring.index(stage * CHUNK + place).permute((1, 0))
+                    following = turn + 1
+                    mbarrier.wait(full.index(following % STAGES), (following // STAGES) & 1)
+                    words, scales = fetch(words_ring, scale_ring, following % STAGES, GROUPS, CHUNK)
+                x = x_ring.index(turn % STAGES * CHUNK + place).permute((1, 0))
                 total = warpgroup_mma(weight, x, total, is_async=True)
                 # One product runs while the next operand is made and the product before it is waited for.
                 after = decode(words[(place + 1) % CHUNK], scales[(place + 1) % CHUNK], mma, BF16)
                 total, after = warpgroup_mma_wait(1, deps=[total, after])
+                # No product reads the step before any more. Its place is no variable of the loop: one with the value of
+                # another before the loop, that is given the other again at its end, Triton takes for one not changed.
                 if place == 0:
-                    mbarrier.arrive(empty.index(before), pred=step > first)
+                    mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), pred=step > first)
                 weight = after
-            before = stage
-            stage = following
+            turn += 1
         for place in gl.static_range(CHUNK):
-            x = x_ring.index(stage * CHUNK + place).permute((1, 0))
+            x = x_ring.index(turn % STAGES * CHUNK + place).permute((1, 0))
             total = warpgroup_mma(weight, x, total, is_async=True)
             if place < CHUNK - 1:
                 after = decode(words[place + 1], scales[place + 1], mma, BF16)
@@ -298,8 +298,8 @@ def _multiply(
             else:
                 total, weight = warpgroup_mma_wait(0, deps=[total, weight])
             if place == 0:
-                mbarrier.arrive(empty.index(before), pred=last - first > 1)
-        mbarrier.arrive(empty.index(stage))
+                mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), pred=last - first > 1)
+        mbarrier.arrive(empty.index(turn % STAGES))
         turn += 1
         row = (tile // token_tiles) * ROWS
         token = (tile % token_tiles) * TOKENS

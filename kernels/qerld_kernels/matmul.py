@@ -23,7 +23,7 @@ from qerld_kernels.low_rank import shrink_low, tickets_for
 from qerld_kernels.plans import PLANS
 from qerld_kernels.tiles import SIDE, Tiles, dequantize_tiles, dequantize_tiles_reference
 
-__all__ = ["MOST_FUSED", "lora_matmul", "matmul", "matmul_reference", "plan", "remember_scale"]
+__all__ = ["MOST_FUSED", "dequantized_product", "lora_matmul", "matmul", "matmul_reference", "plan", "remember_scale"]
 
 MOST_FUSED = max(most for plans in PLANS.values() for most, _ in plans)
 """Tokens up to which `plan` has one for some layer."""
@@ -115,13 +115,18 @@ def matmul(x: Tensor, words: Tensor, scale: Tensor, global_scale: Tensor, output
     chosen = plan(x.shape[0], outputs, x.shape[1])
     if chosen is not None and can_fuse(x):
         return fused_product(x, tiles, outputs, factor, chosen)
-    weight = dequantize_tiles(tiles, outputs, x.shape[1], x.dtype)
-    return torch.addmm(x.new_empty(1), x, weight.T, beta=0, alpha=factor)  # by g in fp32, before the rounding
+    return dequantized_product(x, tiles, outputs, factor)
 
 
 @matmul.register_fake
 def _(x: Tensor, words: Tensor, scale: Tensor, global_scale: Tensor, outputs: int) -> Tensor:
     return x.new_empty(x.shape[0], outputs)
+
+
+def dequantized_product(x: Tensor, tiles: Tiles, outputs: int, factor: float) -> Tensor:
+    """(x · W̃ᵀ) · factor by way of W̃, dequantised into a scratch; arguments as `matmul`."""
+    weight = dequantize_tiles(tiles, outputs, x.shape[1], x.dtype)
+    return torch.addmm(x.new_empty(1), x, weight.T, beta=0, alpha=factor)  # by g in fp32, before the rounding
 
 
 def _on_host(global_scale: Tensor) -> float:

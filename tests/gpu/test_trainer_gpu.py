@@ -42,11 +42,12 @@ def test_kernels_and_torch_agree(
 ) -> None:
     worker = Worker(lambda _event: None)
     config = TrainerConfig(base=str(smollm2), dtype=dtype, device="cuda")
-    worker.handle(InitVersion("kernels", config, str(tmp_path)))
+    version = str(tmp_path / "version")
+    worker.handle(InitVersion("kernels", config, version))
     draw = torch.Generator().manual_seed(0)
     lengths = (5, 17, 64, 130)
     sequences = [Sequence(*(torch.randint(0, 40000, (n,), generator=draw).tolist() for _ in range(2))) for n in lengths]
-    request = Score("kernels", config, str(tmp_path), sequences, noise=NoiseSpec(sigma, 3, False) if sigma else None)
+    request = Score("kernels", config, version, sequences, noise=NoiseSpec(sigma, 3, False) if sigma else None)
 
     def score() -> list[float]:
         reply = worker.handle(request)
