@@ -30,8 +30,9 @@ from qerld_kernels.dequantize import dequantize_unscaled
 from qerld_kernels.fused_product import Plan, fused_product
 from qerld_kernels.jit import can_launch
 from qerld_kernels.linear_logprob import Head, pair_logprobs
-from qerld_kernels.low_rank import tickets_for
-from qerld_kernels.matmul import dequantized_product, lora_matmul, matmul, matmul_reference, remember_scale
+from qerld_kernels.lora import add_lora
+from qerld_kernels.low_rank import Adapters, Sharing, counters_for
+from qerld_kernels.matmul import dequantized_product, lora_matmul, lora_plan, matmul, matmul_reference, remember_scale
 from qerld_kernels.rmsnorm import add_rmsnorm_slots, rmsnorm_slots
 from qerld_kernels.tiles import Tiles, dequantize_tiles, tile
 from qerld_learner.trainer.nvfp4_linear import scaled_product
@@ -307,6 +308,47 @@ def tune_rows(models: list[str], tokens: list[int], processes: int) -> Iterator[
             yield {"model": model, "layer": layer, "tokens": count, "dequantized_us": others, "near": near}
 
 
+def sharing_tune_rows(models: list[str], tokens: list[int], names: list[str]) -> Iterator[dict[str, Any]]:
+    """The ways to share a launch with LoRA that are within a twentieth of the fastest, for each layer and M.
+
+    And the time of two launches, of which LoRA's reads and writes y.
+    """
+    none = torch.tensor([False])
+    for model, (name, (outputs, inputs)) in layers(models):
+        if name not in names:
+            continue
+        layer = Layer.of(name, outputs, inputs, DTYPE, DEVICE)
+        weights = [Weight.random(outputs, inputs) for _ in range(copies(outputs * inputs // 2))]
+        stacks = layer.adapters(1)[: len(weights)]
+        for count in tokens:
+            x, (chosen, _) = layer.batch(count)[1], lora_plan(count, outputs, inputs)
+            counters = torch.zeros(counters_for(count), dtype=torch.int32, device=DEVICE)
+            slots = BATCHES["one"](count).to(DEVICE)
+            pairs = [(w, Adapters(a, b, slots, counters)) for w, (a, b) in zip(weights, stacks, strict=False)]
+
+            def took(sharing: Sharing, x: Tensor = x, pairs: Any = pairs, chosen: Plan = chosen) -> float:
+                return microseconds(
+                    [lambda w=w, a=a: fused_product(x, w.tiles, outputs, 1.0, chosen, sharing, a) for w, a in pairs]
+                )
+
+            taken = sorted(((took(way), way) for way in ways_to_share(count, inputs, chosen)), key=lambda pair: pair[0])
+            without = microseconds([lambda w=w: w.product(x) for w in weights])
+            apart = microseconds([lambda w=w, a=a: add_lora(w.product(x), x, a.a, a.b, slots, none) for w, a in pairs])
+            near = [[us, asdict(sharing)] for us, sharing in taken if us < 1.05 * taken[0][0]]
+            times = {"without_us": without, "two_launches_us": apart, "near": near}
+            yield {"model": model, "layer": name, "tokens": count, **times}
+
+
+def ways_to_share(tokens: int, inputs: int, chosen: Plan) -> list[Sharing]:
+    """What is tried; nothing is compiled for it."""
+    steps = -(-inputs // chosen.inputs)
+    if tokens > 2048:
+        return [Sharing(splits, 1, 0.9) for splits in (1, 2, 4, 8)]
+    splits = sorted({-(-steps // own) for own in (1, 2, 3, 4, 6, 8, 12)})
+    parts = sorted({chosen.parts, 1, 2, 4, 6, Plan.parts})
+    return [Sharing(*way) for way in product(splits, parts, (0.0, 0.5, 0.9))]
+
+
 def product_lora_rows(models: list[str], tokens: list[int]) -> Iterator[dict[str, Any]]:
     """What LoRA costs within the product: a layer without, with one adapter, and with two in a batch."""
     none = torch.tensor([False])
@@ -317,14 +359,14 @@ def product_lora_rows(models: list[str], tokens: list[int]) -> Iterator[dict[str
         pairs = [(weights[at % len(weights)], *stack) for at, stack in enumerate(stacks)]
         for count in tokens:
             x = layer.batch(count)[1]
-            tickets = torch.zeros(tickets_for(count, len(layer.widths)), dtype=torch.int32, device=DEVICE)
+            counters = torch.zeros(counters_for(count), dtype=torch.int32, device=DEVICE)
             row: dict[str, Any] = {"model": model, "layer": name, "tokens": count}
             row["without_us"] = microseconds([lambda w=w: w.product(x) for w in weights])
             for batch, make in BATCHES.items():
                 slots = make(count).to(DEVICE)
                 calls = [
                     lambda w=w, a=a, b=b: lora_matmul(
-                        x, w.tiles.words, w.tiles.scale, w.global_scale, outputs, a, b, slots, none, tickets
+                        x, w.tiles.words, w.tiles.scale, w.global_scale, outputs, a, b, slots, none, counters
                     )
                     for w, a, b in pairs
                 ]
@@ -344,6 +386,7 @@ def main() -> None:
     )
     parser.add_argument("--models", default="7B,14B,32B", help="shapes")
     parser.add_argument("--tokens", help=f"M; else {TOKENS}, for lora {LORA_TOKENS}")
+    parser.add_argument("--layers", default="gate_up,down,qkv,o", help="for sharing_tune")
     parser.add_argument("--processes", type=int, default=14, help="that compile plans")
     args = parser.parse_args()
     models, given = args.models.split(","), [int(part) for part in args.tokens.split(",")] if args.tokens else []
@@ -367,6 +410,7 @@ def main() -> None:
         "lora": lambda: lora_rows(layers(models), lora_tokens, limits, DTYPE, DEVICE),
         "tune": lambda: tune_rows(models, tokens, args.processes),
         "product_lora": lambda: product_lora_rows(models, lora_tokens),
+        "sharing_tune": lambda: sharing_tune_rows(models, lora_tokens, args.layers.split(",")),
         "lora_tune": lambda: lora_tune_rows(layers(models), lora_tokens, DTYPE, DEVICE),
     }
     for name in args.only.split(","):

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from qerld_kernels.jit import INTERPRETED, compute_capability, jit, tl
+from qerld_kernels.jit import INTERPRETED, compute_capability, constant, gl, gluon_jit, jit, tl
 
-__all__ = ["can_depend", "let_the_next_kernel_start", "wait_for_the_kernel_before"]
+__all__ = ["can_depend", "gluon_wait_for_the_kernel_before", "let_the_next_kernel_start", "wait_for_the_kernel_before"]
 
 
 def can_depend(device: torch.device) -> bool:
@@ -19,10 +19,19 @@ def can_depend(device: torch.device) -> bool:
     return not INTERPRETED and device.type == "cuda" and compute_capability(device) >= 9
 
 
+_WAIT = constant("griddepcontrol.wait; mov.u32 $0, 0;")
+
+
 @jit
 def wait_for_the_kernel_before():
-    """For its end and all that it wrote."""
-    tl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    """For its end and all that it wrote; at once when that has been."""
+    tl.inline_asm_elementwise(_WAIT, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@gluon_jit
+def gluon_wait_for_the_kernel_before():
+    """The same, to be called from Gluon."""
+    gl.inline_asm_elementwise(_WAIT, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @jit

@@ -12,11 +12,10 @@ at once, share the parts of all tiles evenly. What they hold of a tile that othe
 and a second kernel adds the pieces in order, so that results do not depend on timing. Few parts spare pieces, many even
 out the work.
 
-Without LoRA, the kernel starts before the one before it has ended (`dependent_launch.py`), and waits for it before it
-reads x. With it, A · x comes from a kernel (`low_rank.py`) that has waited for x already and runs beside this one until
-this one comes to a tile's end. There B · (A · x) is one more step or more for each adapter with a token in the tile: B
-is the left operand, read from where it lies, and A · x the right one, through the ring. B must be finite: 0 · ∞ would
-reach tokens of other adapters.
+The kernel starts before the one before it has ended (`dependent_launch.py`), and waits for it before it reads x.
+
+LoRA (`low_rank.py`) is part of the launch: slices of A · x before the shares, B · (A · x) at a tile's end. Whoever has
+a tile's first part adds it: as programs take their parts in order, that is the last thing that they do.
 
 Legend: M tokens, K inputs, N outputs.
 """
@@ -31,9 +30,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qerld_kernels.dependent_launch import wait_for_the_kernel_before
+from qerld_kernels.dependent_launch import gluon_wait_for_the_kernel_before, wait_for_the_kernel_before
 from qerld_kernels.jit import INTERPRETED, compute_capability, gl, gluon_jit, hopper, jit, tl
-from qerld_kernels.low_rank import LOW_COLUMNS, LowRank
+from qerld_kernels.lora import three
+from qerld_kernels.low_rank import (
+    LOW_COLUMNS,
+    NO_SLICES,
+    Adapters,
+    Sharing,
+    Slices,
+    add_lora,
+    first_of_b,
+    live_slots,
+    load_low,
+    load_slices,
+    multiply_slices,
+    reset_counters,
+    slices,
+)  # fmt: skip
 from qerld_kernels.tile_operands import decode, fetch
 from qerld_kernels.tiles import SIDE, Tiles, check_tiles
 
@@ -88,56 +102,111 @@ def can_fuse(x: Tensor) -> bool:
 
 
 def fused_product(
-    x: Tensor, tiles: Tiles, outputs: int, scale: float, plan: Plan, lora: LowRank | None = None
+    x: Tensor,
+    tiles: Tiles,
+    outputs: int,
+    scale: float,
+    plan: Plan,
+    sharing: Sharing | None = None,
+    adapters: Adapters | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Return (x · W̃ᵀ) · scale [M, N], plus LoRA's share, for x [M, K] in bf16 or fp16.
+    """Return (x · W̃ᵀ) · scale [M, N], plus LoRA's share, for x [M, K] in bf16 or fp16; out: [M, N] to write it to.
 
-    `lora` must come from the launch just before this one, and x from before that, `aligned`: the two run at the same
-    time.
+    The launch before this one may still write x, but not the adapters or slots.
 
     Raises:
         ValueError: a shape, dtype or layout does not fit, or the product is too large for 32-bit places.
     """
     tokens, inputs = x.shape
     check_tiles(tiles, outputs, inputs)
-    y = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
+    y = x.new_empty(tokens, outputs) if out is None else out
     if tokens == 0:
         return y
-    if lora is None:
-        x = aligned(x)
+    x = aligned(x)
     tile_rows, columns = -(-outputs // (SIDE * plan.groups)), tiles.words.shape[1]
     token_tiles, chunk = -(-tokens // plan.tokens), plan.inputs // SIDE
     steps = -(-columns // chunk)
-    part = -(-steps // plan.parts)
+    part = -(-steps // (sharing or plan).parts)
     parts = -(-steps // part)
     work = tile_rows * token_tiles * parts
-    programs = min(_multiprocessors(x.device) * plan.programs, work)
+    programs = _multiprocessors(x.device) * plan.programs
+    lora = _Lora.of(x, adapters, sharing, plan, token_tiles, steps, programs, work)
+    programs = min(programs, work + lora.slices.programs)
     if work * (programs + 1) >= 1 << 31:
         raise ValueError(f"x: {tokens} tokens are too many for {outputs} outputs and {inputs} inputs; split x")
-    b = [] if lora is None else lora.b
-    begins = [*accumulate(up.shape[2] for up in b), outputs, outputs][:2]
+    begins = [*accumulate(up.shape[2] for up in lora.b), outputs, outputs][:2]
     swizzled = gl.NVMMASharedLayout(128, 16, 2)
-    low = x if lora is None else lora.low
     pieces = torch.empty(programs * 2 * plan.groups * SIDE * plan.tokens, dtype=torch.float32, device=x.device)
     _kernel[(programs,)](
         TensorDescriptor(x, [tokens, inputs], [x.stride(0), 1], [plan.tokens, SIDE], swizzled),
         _flat(tiles.words, 256 * chunk, 64),
         _flat(tiles.scale, SIDE * chunk, 32),
-        TensorDescriptor(low, [*low.shape], [low.stride(0), 1], [plan.tokens, LOW_COLUMNS], swizzled),
-        y, pieces, y if lora is None else lora.live, *[*b, y, y, y][:3],
-        scale * 2**7, tokens, outputs, columns, token_tiles, part, parts, *begins, b[0].shape[0] if b else 0,
-        PIECES=len(b), RANK=b[0].shape[3] if b else 0, LOW_STEPS=low.shape[1] // LOW_COLUMNS if b else 0,
+        TensorDescriptor(lora.low, [*lora.low.shape], [lora.low.stride(0), 1], [plan.tokens, LOW_COLUMNS], swizzled),
+        y, pieces, *three(lora.a or [y]), *three(lora.b or [y]), lora.slots, lora.sums, lora.low, lora.counters,
+        scale * 2**7, tokens, inputs, outputs, columns, token_tiles, part, parts, *begins, lora.slots_used,
+        lora.slices.count, lora.slices.splits, lora.slices.steps, lora.slices.programs, lora.slices.parts,
+        PIECES=len(lora.b), RANK=lora.rank, LOW_STEPS=lora.low_steps,
         GROUPS=plan.groups, TOKENS=plan.tokens, CHUNK=chunk, STAGES=plan.stages, LOADER_REGISTERS=_LOADER_REGISTERS,
         num_warps=4 * plan.groups, maxnreg=plan.registers, launch_pdl=True,
     )  # fmt: skip
-    if parts > 1 and (work % programs or work // programs % parts):  # some tile was shared
+    if parts > 1 and (adapters is not None or work % programs or work // programs % parts):  # some tile was shared
         rows = min(plan.tokens, _PIECE_TOKENS)
         _add_pieces[(tile_rows * token_tiles, plan.groups * (plan.tokens // rows))](
             pieces, y, scale * 2**7, tokens, outputs, parts, token_tiles, programs, work,
-            PDL=True, SCALED_TAIL=lora is not None, GROUPS=plan.groups, TOKENS=plan.tokens, ROWS=rows,
+            lora.slices.programs, lora.slices.parts,
+            PDL=True, SCALED_HEAD=adapters is not None, GROUPS=plan.groups, TOKENS=plan.tokens, ROWS=rows,
             num_warps=4, launch_pdl=True,
         )  # fmt: skip
     return y
+
+
+@dataclass(frozen=True)
+class _Lora:
+    """Arguments of the kernel; placeholders without LoRA."""
+
+    a: list[Tensor]
+    b: list[Tensor]
+    slots: Tensor
+    counters: Tensor
+    sums: Tensor
+    low: Tensor
+    slices: Slices
+
+    @classmethod
+    def of(
+        cls,
+        x: Tensor,
+        adapters: Adapters | None,
+        sharing: Sharing | None,
+        plan: Plan,
+        token_tiles: int,
+        steps: int,
+        programs: int,
+        work: int,
+    ) -> _Lora:
+        """With room for the slices' sums, and for A · x [L · M, S · R], as `low_rank_reference`, and zeros beside."""
+        if adapters is None or sharing is None:
+            return cls([], [], x, x, x, x, NO_SLICES)
+        adapters.check(x)
+        loras, _, rank, _ = adapters.a[0].shape
+        low_steps = -(-len(adapters.a) * rank // LOW_COLUMNS)
+        own = slices(sharing, token_tiles * -(-low_steps // plan.groups), steps, programs, work)
+        sums = torch.empty(own.count * plan.groups * SIDE * plan.tokens, dtype=torch.float32, device=x.device)
+        low = torch.empty(loras * x.shape[0], low_steps * LOW_COLUMNS, dtype=x.dtype, device=x.device)
+        return cls(adapters.a, adapters.b, adapters.slots, adapters.counters, sums, low, own)
+
+    @property
+    def rank(self) -> int:
+        return self.b[0].shape[3] if self.b else 0
+
+    @property
+    def slots_used(self) -> int:
+        return self.b[0].shape[0] if self.b else 0
+
+    @property
+    def low_steps(self) -> int:
+        return self.low.shape[1] // LOW_COLUMNS if self.b else 0
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -155,10 +224,17 @@ def _multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-@partial(gluon_jit, do_not_specialize=["tokens", "token_tiles", "part", "parts", "loras"])
+@partial(
+    gluon_jit,
+    do_not_specialize=[
+        "tokens", "token_tiles", "part", "parts", "loras",
+        "slice_count", "splits", "slice_steps", "with_slices", "their_parts",
+    ],
+)  # fmt: skip
 def _kernel(
-    x_desc, words_desc, scale_desc, low_desc, y_ptr, pieces_ptr, live_ptr, b0_ptr, b1_ptr, b2_ptr,
-    factor, tokens, outputs, columns, token_tiles, part, parts, begin1, begin2, loras,
+    x_desc, words_desc, scale_desc, low_desc, y_ptr, pieces_ptr, a0_ptr, a1_ptr, a2_ptr, b0_ptr, b1_ptr, b2_ptr,
+    slots_ptr, sums_ptr, low_ptr, counters_ptr, factor, tokens, inputs, outputs, columns, token_tiles, part, parts,
+    begin1, begin2, loras, slice_count, splits, slice_steps, with_slices, their_parts,
     PIECES: gl.constexpr, RANK: gl.constexpr, LOW_STEPS: gl.constexpr,
     GROUPS: gl.constexpr, TOKENS: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
     LOADER_REGISTERS: gl.constexpr,
@@ -175,22 +251,41 @@ def _kernel(
         mbarrier.init(empty.index(stage), 1)
     fence_async_shared()
     gl.warp_specialize([
-        (_multiply, (x_ring, words_ring, scale_ring, full, empty, y_ptr, pieces_ptr, live_ptr, b0_ptr, b1_ptr, b2_ptr,
-                     factor, tokens, outputs, columns, token_tiles, part, parts, begin1, begin2, loras,
+        (_multiply, (x_ring, words_ring, scale_ring, full, empty, y_ptr, pieces_ptr, a0_ptr, a1_ptr, a2_ptr,
+                     b0_ptr, b1_ptr, b2_ptr, slots_ptr, sums_ptr, low_ptr, counters_ptr, factor, tokens, inputs,
+                     outputs, columns, token_tiles, part, parts, begin1, begin2, loras, slice_count, splits,
+                     slice_steps, with_slices, their_parts,
                      PIECES, RANK, LOW_STEPS, GROUPS, TOKENS, CHUNK, STAGES, BF16)),
-        (_load, (x_desc, words_desc, scale_desc, low_desc, x_ring, words_ring, scale_ring, full, empty, live_ptr,
-                 tokens, outputs, columns, token_tiles, part, parts, loras,
-                 PIECES, LOW_STEPS, GROUPS, TOKENS, CHUNK, STAGES)),
+        (_load, (x_desc, words_desc, scale_desc, low_desc, x_ring, words_ring, scale_ring, full, empty, slots_ptr,
+                 counters_ptr, tokens, outputs, columns, token_tiles, part, parts, begin1, begin2, loras,
+                 slice_count, splits, slice_steps, with_slices, their_parts,
+                 PIECES, RANK, LOW_STEPS, GROUPS, TOKENS, CHUNK, STAGES)),
     ], [1], [LOADER_REGISTERS])  # fmt: skip
 
 
 @gluon_jit
-def _share(outputs, token_tiles, parts, GROUPS: gl.constexpr):
-    """Parts of all tiles, and this program's range of them."""
+def _share(outputs, token_tiles, parts, with_slices, their_parts, GROUPS: gl.constexpr):
+    """This program's range of the parts of all tiles."""
     work = gl.cdiv(outputs, 64 * GROUPS) * token_tiles * parts
-    programs = gl.num_programs(0)
     own = gl.program_id(0)
-    return work, own * work // programs, (own + 1) * work // programs
+    programs = gl.num_programs(0)
+    if own < with_slices:
+        begin = own * their_parts // with_slices
+        end = (own + 1) * their_parts // with_slices
+    else:
+        rest = work - their_parts
+        begin = their_parts + (own - with_slices) * rest // (programs - with_slices)
+        end = their_parts + (own + 1 - with_slices) * rest // (programs - with_slices)
+    return begin, end
+
+
+@jit
+def _program_with(unit, programs, work, with_slices, their_parts):
+    """Whose range a part is in."""
+    if unit < their_parts:
+        return ((unit + 1) * with_slices - 1) // their_parts
+    else:  # noqa: RET505
+        return with_slices + ((unit - their_parts + 1) * (programs - with_slices) - 1) // (work - their_parts)
 
 
 @gluon_jit
@@ -205,16 +300,25 @@ def _steps(unit, end, columns, part, parts, CHUNK: gl.constexpr):
 
 @gluon_jit
 def _load(
-    x_desc, words_desc, scale_desc, low_desc, x_ring, words_ring, scale_ring, full, empty, live_ptr,
-    tokens, outputs, columns, token_tiles, part, parts, loras,
-    PIECES: gl.constexpr, LOW_STEPS: gl.constexpr,
+    x_desc, words_desc, scale_desc, low_desc, x_ring, words_ring, scale_ring, full, empty, slots_ptr, counters_ptr,
+    tokens, outputs, columns, token_tiles, part, parts, begin1, begin2, loras,
+    slice_count, splits, slice_steps, with_slices, their_parts,
+    PIECES: gl.constexpr, RANK: gl.constexpr, LOW_STEPS: gl.constexpr,
     GROUPS: gl.constexpr, TOKENS: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Fill the ring, step after step, across tiles."""
-    _work, unit, end = _share(outputs, token_tiles, parts, GROUPS)
+    unit, end = _share(outputs, token_tiles, parts, with_slices, their_parts, GROUPS)
     turn = 0
+    known = -1  # the first of the tokens of which `live` tells the slots
+    live = 0
+    if PIECES > 0:
+        turn = load_slices(
+            x_desc, x_ring, full, empty, slots_ptr, turn, tokens, columns, slice_count, splits, slice_steps, loras,
+            LOW_STEPS, GROUPS, TOKENS, CHUNK, STAGES,
+        )  # fmt: skip
     while unit < end:
-        tile, first, last, unit = _steps(unit, end, columns, part, parts, CHUNK)
+        begin = unit
+        tile, first, last, unit = _steps(begin, end, columns, part, parts, CHUNK)
         token = (tile % token_tiles) * TOKENS
         row = (tile // token_tiles) * GROUPS
         for step in range(first, last):
@@ -230,43 +334,53 @@ def _load(
                 copy_tile(
                     scale_desc, [at * 64], arrived, scale_ring.index(stage).slice(group * CHUNK * 64, CHUNK * 64, 0)
                 )
-            if PIECES == 0:
-                _wait_for_the_kernel_before()
-            for own in gl.static_range(CHUNK):
-                copy_tile(x_desc, [token, (column + own) * 64], arrived, x_ring.index(stage * CHUNK + own))
+            gluon_wait_for_the_kernel_before()
+            for place in gl.static_range(CHUNK):
+                copy_tile(x_desc, [token, (column + place) * 64], arrived, x_ring.index(stage * CHUNK + place))
             turn += 1
         if PIECES > 0:  # noqa: SIM102 - the outer one is settled when it is compiled
-            if unit == tile * parts + parts:
-                live = _live(live_ptr, token, tokens, TOKENS)
-                for lora in range(loras):
-                    if (live >> lora) & 1 != 0:
-                        for block in gl.static_range(LOW_STEPS):
-                            stage = turn % STAGES
-                            mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
-                            arrived = full.index(stage)
-                            mbarrier.expect(arrived, TOKENS * 128)
-                            place = [lora * tokens + token, block * 64]
-                            copy_tile(low_desc, place, arrived, x_ring.index(stage * CHUNK))
-                            turn += 1
+            if begin == tile * parts:
+                if token != known:
+                    live = live_slots(slots_ptr, token, tokens, loras, TOKENS, 1)
+                    known = token
+                turn = load_low(
+                    low_desc, x_ring, full, empty, counters_ptr, live, turn, tile % token_tiles, row * 64,
+                    tokens, begin1, begin2, splits, loras, RANK, LOW_STEPS, GROUPS, TOKENS, CHUNK, STAGES,
+                )  # fmt: skip
+    if PIECES > 0:
+        reset_counters(counters_ptr, token_tiles)
 
 
 @gluon_jit
 def _multiply(
-    x_ring, words_ring, scale_ring, full, empty, y_ptr, pieces_ptr, live_ptr, b0_ptr, b1_ptr, b2_ptr,
-    factor, tokens, outputs, columns, token_tiles, part, parts, begin1, begin2, loras,
+    x_ring, words_ring, scale_ring, full, empty, y_ptr, pieces_ptr, a0_ptr, a1_ptr, a2_ptr, b0_ptr, b1_ptr, b2_ptr,
+    slots_ptr, sums_ptr, low_ptr, counters_ptr, factor, tokens, inputs, outputs, columns, token_tiles, part, parts,
+    begin1, begin2, loras, slice_count, splits, slice_steps, with_slices, their_parts,
     PIECES: gl.constexpr, RANK: gl.constexpr, LOW_STEPS: gl.constexpr,
     GROUPS: gl.constexpr, TOKENS: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, BF16: gl.constexpr,
 ):  # fmt: skip
     """All warpgroups, 64 outputs of each of the program's tiles each."""
     ROWS: gl.constexpr = 64 * GROUPS
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4 * GROUPS, 1], [16, TOKENS, 16])
-    work, unit, end = _share(outputs, token_tiles, parts, GROUPS)
-    programs = gl.num_programs(0)
-    own = gl.program_id(0)
+    unit, end = _share(outputs, token_tiles, parts, with_slices, their_parts, GROUPS)
     turn = 0
+    known = -1
+    live = 0
+    if PIECES > 0:
+        turn = multiply_slices(
+            x_ring, full, empty, a0_ptr, a1_ptr, a2_ptr, slots_ptr, sums_ptr, low_ptr, counters_ptr,
+            turn, tokens, inputs, columns, slice_count, splits, slice_steps, loras,
+            PIECES, RANK, LOW_STEPS, GROUPS, TOKENS, CHUNK, STAGES, mma,
+        )  # fmt: skip
     while unit < end:
         begin = unit
         tile, first, last, unit = _steps(begin, end, columns, part, parts, CHUNK)
+        row = (tile // token_tiles) * ROWS
+        token = (tile % token_tiles) * TOKENS
+        if PIECES > 0:  # noqa: SIM102 - the outer one is settled when it is compiled
+            if token != known:
+                live = live_slots(slots_ptr, token, tokens, loras, TOKENS, 4 * GROUPS)
+                known = token
         total = gl.zeros([ROWS, TOKENS], gl.float32, mma)
         mbarrier.wait(full.index(turn % STAGES), (turn // STAGES) & 1)
         words, scales = fetch(words_ring, scale_ring, turn % STAGES, GROUPS, CHUNK)
@@ -288,6 +402,11 @@ def _multiply(
                     mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), pred=step > first)
                 weight = after
             turn += 1
+        if PIECES > 0:
+            b = first_of_b(
+                begin == tile * parts, live, b0_ptr, b1_ptr, b2_ptr, row, outputs, begin1, begin2, loras,
+                PIECES, RANK, LOW_STEPS, GROUPS, mma,
+            )  # fmt: skip
         for place in gl.static_range(CHUNK):
             x = x_ring.index(turn % STAGES * CHUNK + place).permute((1, 0))
             total = warpgroup_mma(weight, x, total, is_async=True)
@@ -301,83 +420,19 @@ def _multiply(
                 mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), pred=last - first > 1)
         mbarrier.arrive(empty.index(turn % STAGES))
         turn += 1
-        row = (tile // token_tiles) * ROWS
-        token = (tile % token_tiles) * TOKENS
         if PIECES > 0:  # noqa: SIM102 - the outer one is settled when it is compiled
-            if unit == tile * parts + parts:
-                total, turn = _add_lora(
-                    total * factor, turn, x_ring, full, empty, live_ptr, b0_ptr, b1_ptr, b2_ptr, row, token, tokens,
-                    outputs, begin1, begin2, loras, PIECES, RANK, LOW_STEPS, GROUPS, TOKENS, CHUNK, STAGES, mma,
+            if begin == tile * parts:
+                total, turn = add_lora(
+                    total * factor, turn, live, b, x_ring, full, empty, b0_ptr, b1_ptr, b2_ptr, row, outputs,
+                    begin1, begin2, loras, PIECES, RANK, LOW_STEPS, GROUPS, CHUNK, STAGES, mma,
                 )  # fmt: skip
         if unit - begin == parts:
             _store(total, y_ptr, 1.0 if PIECES > 0 else factor, tokens, outputs, row, token, GROUPS, TOKENS)
         else:
-            head = ((tile * parts + 1) * programs - 1) // work  # the program with the tile's first part
-            slot = own * 2 + (head == own).to(gl.int32)
+            slot = gl.program_id(0) * 2 + (begin == tile * parts).to(gl.int32)  # 1: the tile's first part is here
             n = gl.arange(0, ROWS, gl.SliceLayout(1, mma))[:, None]
             m = gl.arange(0, TOKENS, gl.SliceLayout(0, mma))[None, :]
             gl.store(pieces_ptr + slot.to(gl.int64) * (ROWS * TOKENS) + n * TOKENS + m, total)
-
-
-@gluon_jit
-def _add_lora(
-    total, turn, x_ring, full, empty, live_ptr, b0_ptr, b1_ptr, b2_ptr, row, token, tokens,
-    outputs, begin1, begin2, loras,
-    PIECES: gl.constexpr, RANK: gl.constexpr, LOW_STEPS: gl.constexpr, GROUPS: gl.constexpr, TOKENS: gl.constexpr,
-    CHUNK: gl.constexpr, STAGES: gl.constexpr, mma: gl.constexpr,
-):  # fmt: skip
-    """B · (A · x) of each adapter in the tile of tokens, and the turn of the ring after it."""
-    live = _live(live_ptr, token, tokens, TOKENS)
-    for lora in range(loras):
-        if (live >> lora) & 1 != 0:
-            for block in gl.static_range(LOW_STEPS):
-                b = _rows_of_b(
-                    b0_ptr, b1_ptr, b2_ptr, lora, row, begin1, begin2, outputs, block * 64, PIECES, RANK, GROUPS, mma
-                )
-                stage = turn % STAGES
-                mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
-                total = warpgroup_mma(b, x_ring.index(stage * CHUNK).permute((1, 0)), total, is_async=True)
-                total, b = warpgroup_mma_wait(0, deps=[total, b])
-                mbarrier.arrive(empty.index(stage))
-                turn += 1
-    return total, turn
-
-
-@gluon_jit
-def _wait_for_the_kernel_before():
-    """For its end and all that it wrote; at once when that has been."""
-    gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon_jit
-def _live(live_ptr, token, tokens, TOKENS: gl.constexpr):
-    """Bit l: a token of the tile is in slot l; read as soon as the kernel that says so is done."""
-    _wait_for_the_kernel_before()
-    live = 0
-    for tile in gl.static_range((TOKENS + 15) // 16):
-        at = token // 16 + tile
-        live |= gl.load(live_ptr + at, mask=at * 16 < tokens, other=0)
-    return live
-
-
-@gluon_jit
-def _rows_of_b(
-    b0_ptr, b1_ptr, b2_ptr, lora, row, begin1, begin2, outputs, column,
-    PIECES: gl.constexpr, RANK: gl.constexpr, GROUPS: gl.constexpr, mma: gl.constexpr,
-):  # fmt: skip
-    """Rows of B[lora] and 64 columns of all pieces, which lie along the diagonal: zeros elsewhere."""
-    dot: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    n = (row + gl.arange(0, 64 * GROUPS, gl.SliceLayout(1, dot)))[:, None]
-    r = (column + gl.arange(0, 64, gl.SliceLayout(0, dot)))[None, :]
-    lora = lora.to(gl.int64)
-    b = gl.load(b0_ptr + (lora * begin1 + n) * RANK + r, mask=(n < begin1) & (r < RANK), other=0.0)
-    if PIECES > 1:
-        own = (n >= begin1) & (n < begin2) & (r >= RANK) & (r < 2 * RANK)
-        b = gl.load(b1_ptr + (lora * (begin2 - begin1) + n - begin1) * RANK + r - RANK, mask=own, other=b)
-    if PIECES > 2:
-        own = (n >= begin2) & (n < outputs) & (r >= 2 * RANK) & (r < 3 * RANK)
-        b = gl.load(b2_ptr + (lora * (outputs - begin2) + n - begin2) * RANK + r - 2 * RANK, mask=own, other=b)
-    return b
 
 
 @gluon_jit
@@ -390,27 +445,27 @@ def _store(total, y_ptr, factor, tokens, outputs, output, token, GROUPS: gl.cons
     gl.store(y_ptr + m.to(gl.int64) * outputs + n, value, mask=(n < outputs) & (m < tokens))
 
 
-@partial(jit, do_not_specialize=["tokens", "parts", "token_tiles", "programs", "work"])
+@partial(jit, do_not_specialize=["tokens", "parts", "token_tiles", "programs", "work", "with_slices", "their_parts"])
 def _add_pieces(
-    pieces_ptr, y_ptr, factor, tokens, outputs, parts, token_tiles, programs, work,
-    PDL: tl.constexpr, SCALED_TAIL: tl.constexpr, GROUPS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    pieces_ptr, y_ptr, factor, tokens, outputs, parts, token_tiles, programs, work, with_slices, their_parts,
+    PDL: tl.constexpr, SCALED_HEAD: tl.constexpr, GROUPS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """y of 64 outputs and ROWS tokens of a tile that several programs worked on; the last may have scaled its piece."""
+    """y of 64 outputs and ROWS tokens of a tile that several programs share; the first may have scaled its piece."""
     tile = tl.program_id(0)
     group, block = tl.program_id(1) % GROUPS, tl.program_id(1) // GROUPS
-    head = ((tile * parts + 1) * programs - 1) // work
-    tail = ((tile * parts + parts) * programs - 1) // work
+    head = _program_with(tile * parts, programs, work, with_slices, their_parts)
+    tail = _program_with(tile * parts + parts - 1, programs, work, with_slices, their_parts)
     if head != tail:
         if PDL:
             wait_for_the_kernel_before()
         m = block * ROWS + tl.arange(0, ROWS)[None, :]
         n = tl.arange(0, 64)[:, None]
         at = n * TOKENS + m
-        total = tl.load(pieces_ptr + ((head * 2 + 1) * GROUPS + group).to(tl.int64) * (64 * TOKENS) + at)
-        for program in range(head + 1, tail):
+        first = tl.load(pieces_ptr + ((head * 2 + 1) * GROUPS + group).to(tl.int64) * (64 * TOKENS) + at)
+        total = tl.zeros([64, ROWS], tl.float32)
+        for program in range(head + 1, tail + 1):
             total += tl.load(pieces_ptr + (program * 2 * GROUPS + group).to(tl.int64) * (64 * TOKENS) + at)
-        last = tl.load(pieces_ptr + (tail * 2 * GROUPS + group).to(tl.int64) * (64 * TOKENS) + at)
-        total = total * factor + last * (1.0 if SCALED_TAIL else factor)
+        total = total * factor + first * (1.0 if SCALED_HEAD else factor)
         m += (tile % token_tiles) * TOKENS
         n += ((tile // token_tiles) * GROUPS + group) * 64
         y = total.to(y_ptr.dtype.element_ty)

@@ -1,139 +1,461 @@
-"""A · x of LoRA, for a base product that adds B · (A · x) by itself (`fused_product.py`).
+"""LoRA within the fused product (`fused_product.py`), in Gluon: A · x, and B · (A · x) at a tile's end.
 
-As the first half of `lora.py`; but the last program of a tile to finish adds the parts of K, in order, and lays the
-sums out as a right operand of that product, beside which this kernel runs.
+As `lora.py`, but in the base product's own launch. Rows of A are one more kind of left operand, and x comes through the
+ring: before its share of the base product, a program may have a slice of A · x, some of K for 64 rows of A (or more,
+one 64 a warpgroup) and a tile of tokens. The fp32 sums of the slices meet in memory, where they are added in order and
+rounded to x's dtype, as PEFT and vLLM do; programs wait for them when they come to a tile's end. There B · (A · x) is
+one more step or more for each adapter with a token in the tile: B is the left operand, read from where it lies, and
+A · x the right one, through the ring. B must be finite: 0 · ∞ would reach tokens of other adapters.
 
-Legend: as `lora.py`.
+Programs wait for others here, so all must be on the GPU at once or come in order. They do: slices belong to the first
+programs, which a GPU starts first, and no slice waits for anything but slices.
+
+Legend: as `lora.py`. The pieces' ranks are stacked: rank r of piece s is row s · R + r.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from qerld_kernels.dependent_launch import let_the_next_kernel_start, wait_for_the_kernel_before
-from qerld_kernels.jit import INTERPRETED, jit, next_power_of_2, tl
-from qerld_kernels.lora import plan, shrunk, slots_of, three
+from qerld_kernels.dependent_launch import gluon_wait_for_the_kernel_before
+from qerld_kernels.jit import constant, gl, gluon_jit, hopper
 
-__all__ = ["LOW_COLUMNS", "LOW_TOKENS", "LowRank", "shrink_low", "shrink_low_reference", "tickets_for"]
+if hopper is not None:
+    mbarrier, warpgroup_mma, warpgroup_mma_wait = hopper.mbarrier, hopper.warpgroup_mma, hopper.warpgroup_mma_wait
+    # Named so since Triton 3.9.
+    copy_tile = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
 
-LOW_TOKENS = 16
-"""Tokens of a tile of `shrink_low`."""
+__all__ = [
+    "LOW_COLUMNS",
+    "Adapters",
+    "Sharing",
+    "Slices",
+    "add_lora",
+    "counters_for",
+    "first_of_b",
+    "live_slots",
+    "load_low",
+    "load_slices",
+    "low_rank_reference",
+    "multiply_slices",
+    "reset_counters",
+    "slices",
+]  # fmt: skip
+
 LOW_COLUMNS = 64
-"""Columns of a tile of the base product, to whose multiples the ranks of a fused layer's pieces are filled up."""
+"""Ranks of a step of B · (A · x)."""
+_COUNTERS = 8
 
 
 @dataclass(frozen=True)
-class LowRank:
-    """A · x of a batch, ready for the base product.
+class Adapters:
+    """a, b, slots: of `add_lora`.
 
-    low [L · T, C]: row l · T + t is what token t gives B[l], its pieces side by side, R columns each, zeros up to C, a
-    multiple of `LOW_COLUMNS`; all zeros where t is not in slot l. live int32 [T / 16]: bit l says whether a tile of 16
-    tokens has one in slot l. b: of `add_lora`. parts: what the kernel that makes it works in; the base product may run
-    at the same time, so nothing else may be given this memory before that is launched.
+    counters: int32, `counters_for` of them or more, zero before and after; no other stream may use them meanwhile.
     """
 
-    low: Tensor
-    live: Tensor
+    a: list[Tensor]
     b: list[Tensor]
-    parts: Tensor | None = None
+    slots: Tensor
+    counters: Tensor
+
+    def check(self, x: Tensor) -> None:
+        """Raises ValueError: the counters are too few, of another dtype or on another device than x."""
+        needed, found = counters_for(x.shape[0]), self.counters
+        if found.dtype != torch.int32 or found.device != x.device or found.numel() < needed:
+            raise ValueError(
+                f"counters: must be {needed} int32 or more on {x.device}, got {tuple(found.shape)} {found.dtype} "
+                f"on {found.device}"
+            )
 
 
-def tickets_for(tokens: int, pieces: int) -> int:
-    """How many tickets `shrink_low` needs."""
-    return -(-tokens // LOW_TOKENS) * pieces
+@dataclass(frozen=True)
+class Sharing:
+    """How A · x shares the launch with the base product.
 
-
-def shrink_low(x: Tensor, a: list[Tensor], b: list[Tensor], slots: Tensor, tickets: Tensor) -> LowRank:
-    """A · x for the base product; arguments as `add_lora`, T ≥ 1, at most 32 slots.
-
-    tickets: int32, `tickets_for` of them or more, zero before and after; no other stream may use them meanwhile.
-
-    Raises:
-        ValueError: the tickets are too few, of another dtype or on another device.
+    splits: of a tile's K, at most, each a slice; parts: of a tile of the base product, at most, as of a plan without
+    LoRA; share: what a program with a slice does of the base product, in shares of the others.
     """
-    needed = tickets_for(x.shape[0], len(a))
-    if tickets.dtype != torch.int32 or tickets.device != x.device or tickets.numel() < needed:
-        raise ValueError(
-            f"tickets: must be {needed} int32 or more on {x.device}, got {tuple(tickets.shape)} {tickets.dtype} "
-            f"on {tickets.device}"
-        )
-    (tokens, inputs), (loras, _, rank, _), pieces = x.shape, a[0].shape, len(a)
-    chosen = plan(min(tokens, 256), rank, inputs)
-    steps = -(-inputs // chosen.inputs)
-    own = -(-steps // chosen.split)
-    split, tiles = -(-steps // own), -(-tokens // LOW_TOKENS)
-    columns = -(-pieces * rank // LOW_COLUMNS) * LOW_COLUMNS
-    parts = torch.empty(split, pieces, tokens, rank, dtype=torch.float32, device=x.device)
-    low = torch.empty(loras * tokens, columns, dtype=x.dtype, device=x.device)
-    live = torch.empty(tiles, dtype=torch.int32, device=x.device)
-    _shrink_low[(tiles, split, pieces)](
-        x, *three(a), parts, low, live, tickets, slots, tokens, inputs, x.stride(0), loras, own, split, columns,
-        RANK=rank, PADDED=max(16, next_power_of_2(rank)), TAIL=next_power_of_2(max(1, columns - pieces * rank)),
-        PIECES=pieces, BM=LOW_TOKENS, BK=chosen.inputs, PDL=not INTERPRETED,
-        num_warps=chosen.shrink_warps, num_stages=chosen.stages, launch_pdl=True,
-    )  # fmt: skip
-    return LowRank(low, live, b, parts)
+
+    splits: int
+    parts: int = 1 << 16
+    share: float = 0.0
 
 
-def shrink_low_reference(x: Tensor, a: list[Tensor], b: list[Tensor], slots: Tensor) -> LowRank:
-    """The same in plain torch."""
+@dataclass(frozen=True)
+class Slices:
+    """Who computes A · x: each tile of tokens and block of rows of A in `splits` slices of `steps` steps along K.
+
+    programs: that have slices, the first ones; parts: of the base product that these share, the others the rest.
+    """
+
+    count: int
+    splits: int
+    steps: int
+    programs: int
+    parts: int
+
+
+NO_SLICES = Slices(0, 1, 1, 0, 0)
+
+
+def counters_for(tokens: int) -> int:
+    """How many counters products of up to so many tokens need."""
+    return _COUNTERS * -(-tokens // 8)
+
+
+def slices(sharing: Sharing, tiles: int, steps: int, programs: int, work: int) -> Slices:
+    """Slices of that many tiles of A · x, of so many steps along K; work: parts of the base product."""
+    own = -(-steps // max(1, min(sharing.splits, steps, programs // tiles)))
+    splits = -(-steps // own)
+    ours = min(tiles * splits, programs)
+    others = programs - ours
+    parts = work if others == 0 else int(work * ours * sharing.share / (ours * sharing.share + others))
+    return Slices(tiles * splits, splits, own, ours, parts)
+
+
+def low_rank_reference(x: Tensor, a: list[Tensor], slots: Tensor) -> Tensor:
+    """A · x [L, T, S · R] in plain torch: row t of slot l is zero where token t is not in it."""
     (tokens, _), (loras, _, rank, _) = x.shape, a[0].shape
-    columns = -(-len(a) * rank // LOW_COLUMNS) * LOW_COLUMNS
-    low = torch.zeros(loras, tokens, columns, dtype=x.dtype, device=x.device)
-    live = torch.zeros(-(-tokens // LOW_TOKENS), dtype=torch.int32, device=x.device)
+    low = torch.zeros(loras, tokens, len(a) * rank, dtype=x.dtype, device=x.device)
     for lora in range(loras):
         rows = (slots[:tokens] == lora).nonzero().squeeze(1)
         for piece, down in enumerate(a):
-            low[lora, rows, piece * rank : piece * rank + rank] = (x[rows].float() @ down[lora, 0].float().T).to(
-                x.dtype
-            )
-        live[rows.unique() // LOW_TOKENS] |= 1 << lora
-    return LowRank(low.view(loras * tokens, columns), live, b)
+            columns = slice(piece * rank, piece * rank + rank)
+            low[lora, rows, columns] = (x[rows].float() @ down[lora, 0].float().T).to(x.dtype)
+    return low
 
 
-@partial(jit, do_not_specialize=["tokens", "loras", "own", "split"])
-def _shrink_low(
-    x_ptr, a0_ptr, a1_ptr, a2_ptr, parts_ptr, low_ptr, live_ptr, tickets_ptr, slots_ptr,
-    tokens, inputs, x_stride, loras, own, split, columns,
-    RANK: tl.constexpr, PADDED: tl.constexpr, TAIL: tl.constexpr, PIECES: tl.constexpr, BM: tl.constexpr,
-    BK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """`_shrink`, and the last program of a tile and piece to come writes `LowRank`."""
-    if PDL:
-        wait_for_the_kernel_before()
-        let_the_next_kernel_start()
-    tile, part, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    rows = tile * BM + tl.arange(0, BM)
-    slot = slots_of(slots_ptr, rows, tokens, loras)
-    total = shrunk(
-        x_ptr, a0_ptr, a1_ptr, a2_ptr, slot, rows, part, piece, inputs, x_stride, loras, own, RANK, PADDED, BM, BK
+# One arrival a warp: additions to one address go one after the other.
+_ARRIVE = constant("""{ .reg .pred p; .reg .b32 n;
+    bar.warp.sync 0xffffffff; mov.u32 n, %laneid; setp.eq.u32 p, n, 0;
+    @p red.release.gpu.global.add.u32 [$1], 1; mov.u32 $0, 0; }""")
+_AWAIT = constant("""{ .reg .pred p; .reg .b32 n;
+    again: ld.acquire.gpu.global.u32 n, [$1]; setp.lo.u32 p, n, $2; @p nanosleep.u32 32; @p bra again;
+    fence.proxy.async.global; mov.u32 $0, 0; }""")
+_EXITS = constant(7)  # of programs; in the first tile's counters
+_READY = constant(6)  # among the counters of a tile of tokens; those before are the tickets of its blocks of rows of A
+_STRIDE = constant(_COUNTERS)
+
+
+@gluon_jit
+def _arrive(counter_ptr):
+    """What the warps wrote is there for whoever waits for the counter."""
+    gl.inline_asm_elementwise(
+        _ARRIVE, "=r,l", [counter_ptr.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
+@gluon_jit
+def _await(counter_ptr, warps):
+    """Until so many warps have arrived."""
+    gl.inline_asm_elementwise(
+        _AWAIT, "=r,l,r", [counter_ptr.to(gl.int64), warps], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
+@gluon_jit
+def _or(a, b):
+    return a | b
+
+
+@gluon_jit
+def live_slots(slots_ptr, token, tokens, loras, TOKENS: gl.constexpr, WARPS: gl.constexpr):
+    """Bit l: a token of the tile is in slot l; each warp finds it for itself."""
+    bases: gl.constexpr = [[1], [2], [4], [0 if TOKENS < 16 else 8], [0 if TOKENS < 32 else 16]]
+    more: gl.constexpr = (
+        ([[32]] if TOKENS > 32 else []) + ([[64]] if TOKENS > 64 else []) + ([[128]] if TOKENS > 128 else [])
     )
-    ranks = tl.arange(0, PADDED)
-    row_at, real = rows.to(tl.int64)[:, None], (rows < tokens)[:, None] & (ranks < RANK)[None, :]
-    at = parts_ptr + (piece * tokens + row_at) * RANK + ranks[None, :]
-    step = tl.cast(PIECES * RANK, tl.int64) * tokens
-    tl.store(at + part * step, total, mask=real)
-    tl.debug_barrier()
-    ticket = tl.atomic_add(tickets_ptr + tile * PIECES + piece, 1, sem="acq_rel", scope="gpu")
-    if ticket == split - 1:
-        tl.store(tickets_ptr + tile * PIECES + piece, 0)
-        total = tl.zeros([BM, PADDED], tl.float32)
-        for other in range(split):
-            total += tl.load(at + other * step, mask=real, other=0.0, cache_modifier=".cg")
-        live = tl.zeros([1], tl.int32)
+    warps: gl.constexpr = (
+        [] if WARPS == 1 else [[0], [0]] if WARPS == 4 else [[0], [0], [0]] if WARPS == 8 else [[0], [0], [0], [0]]
+    )
+    layout: gl.constexpr = gl.DistributedLinearLayout(more, bases, warps, [], [TOKENS])
+    t = token + gl.arange(0, TOKENS, layout)
+    slot = gl.load(slots_ptr + t, mask=t < tokens, other=-1).to(gl.int32)
+    bit = gl.where((slot >= 0) & (slot < loras), 1 << (slot & 31), 0)
+    # The turns of the ring follow from it. `redux` tells ptxas that all threads have the same: what is not uniform to
+    # it, it computes in each thread, a fifth more instructions in the loops.
+    return gl.inline_asm_elementwise(
+        "redux.sync.or.b32 $0, $1, 0xffffffff;", "=r,r", [gl.reduce(bit, 0, _or)],
+        dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon_jit
+def _slice(unit, columns, splits, own, LOW_STEPS: gl.constexpr, GROUPS: gl.constexpr, CHUNK: gl.constexpr):
+    """The tile of tokens, block of rows of A, split, and first and last (excluded) step of a slice."""
+    blocks: gl.constexpr = (LOW_STEPS + GROUPS - 1) // GROUPS
+    tile = unit // (splits * blocks)
+    block = unit // splits % blocks
+    split = unit % splits
+    return tile, block, split, split * own, gl.minimum(split * own + own, gl.cdiv(columns, CHUNK))
+
+
+@gluon_jit
+def load_slices(
+    x_desc, x_ring, full, empty, slots_ptr, turn, tokens, columns, slice_count, splits, own, loras,
+    LOW_STEPS: gl.constexpr, GROUPS: gl.constexpr, TOKENS: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """x for this program's slices, and the ring's turn after them."""
+    for unit in range(gl.program_id(0), slice_count, gl.num_programs(0)):
+        tile, _block, _split, first, last = _slice(unit, columns, splits, own, LOW_STEPS, GROUPS, CHUNK)
+        live = live_slots(slots_ptr, tile * TOKENS, tokens, loras, TOKENS, 1)
+        gluon_wait_for_the_kernel_before()
         for lora in range(loras):
-            mine = (slot == lora)[:, None]
-            low_at = low_ptr + (tl.cast(lora, tl.int64) * tokens + row_at) * columns
-            low = tl.where(mine, total, 0.0).to(low_ptr.dtype.element_ty)
-            tl.store(low_at + piece * RANK + ranks[None, :], low, mask=real)
-            if piece == PIECES - 1:
-                filling = PIECES * RANK + tl.arange(0, TAIL)[None, :]
-                zeros = tl.zeros([BM, TAIL], low_ptr.dtype.element_ty)
-                tl.store(low_at + filling, zeros, mask=(rows < tokens)[:, None] & (filling < columns))
-            live |= tl.where(tl.max((slot == lora).to(tl.int32), axis=0) > 0, 1 << lora, 0)
-        if piece == 0:
-            tl.store(live_ptr + tile + tl.arange(0, 1), live)
+            if (live >> lora) & 1 != 0:
+                for step in range(first, last):
+                    stage = turn % STAGES
+                    mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
+                    arrived = full.index(stage)
+                    mbarrier.expect(arrived, CHUNK * TOKENS * 128)
+                    for own_column in gl.static_range(CHUNK):
+                        place = [tile * TOKENS, (step * CHUNK + own_column) * 64]
+                        copy_tile(x_desc, place, arrived, x_ring.index(stage * CHUNK + own_column))
+                    turn += 1
+    return turn
+
+
+@gluon_jit
+def load_low(
+    low_desc, x_ring, full, empty, counters_ptr, live, turn, tile, row, tokens, begin1, begin2, splits, loras,
+    RANK: gl.constexpr, LOW_STEPS: gl.constexpr, GROUPS: gl.constexpr, TOKENS: gl.constexpr, CHUNK: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """A · x for the end of a tile, once it is there."""
+    blocks: gl.constexpr = (LOW_STEPS + GROUPS - 1) // GROUPS
+    _await(counters_ptr + tile * _STRIDE + _READY, blocks * splits * (4 * GROUPS))
+    first, last = _low_steps(row, begin1, begin2, RANK, LOW_STEPS, GROUPS)
+    for lora in range(loras):
+        if (live >> lora) & 1 != 0:
+            for block in range(first, last):
+                stage = turn % STAGES
+                mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
+                arrived = full.index(stage)
+                mbarrier.expect(arrived, TOKENS * 128)
+                copy_tile(low_desc, [lora * tokens + tile * TOKENS, block * 64], arrived, x_ring.index(stage * CHUNK))
+                turn += 1
+    return turn
+
+
+@gluon_jit
+def reset_counters(counters_ptr, token_tiles):
+    """By the last program to come here, when nobody waits any more."""
+    before = gl.atomic_add(counters_ptr + _EXITS, 1, sem="acq_rel", scope="gpu")
+    if before == gl.num_programs(0) - 1:
+        place = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+        for at in range(0, token_tiles * _STRIDE, 32):
+            gl.store(counters_ptr + at + place, gl.zeros_like(place), mask=at + place < token_tiles * _STRIDE)
+
+
+@gluon_jit
+def multiply_slices(
+    x_ring, full, empty, a0_ptr, a1_ptr, a2_ptr, slots_ptr, sums_ptr, low_ptr, counters_ptr,
+    turn, tokens, inputs, columns, slice_count, splits, own, loras,
+    PIECES: gl.constexpr, RANK: gl.constexpr, LOW_STEPS: gl.constexpr, GROUPS: gl.constexpr, TOKENS: gl.constexpr,
+    CHUNK: gl.constexpr, STAGES: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
+    """This program's slices of A · x, and the ring's turn after them."""
+    ROWS: gl.constexpr = 64 * GROUPS
+    for unit in range(gl.program_id(0), slice_count, gl.num_programs(0)):
+        tile, block, split, first, last = _slice(unit, columns, splits, own, LOW_STEPS, GROUPS, CHUNK)
+        live = live_slots(slots_ptr, tile * TOKENS, tokens, loras, TOKENS, 4 * GROUPS)
+        for lora in range(loras):
+            if (live >> lora) & 1 != 0:
+                total = gl.zeros([ROWS, TOKENS], gl.float32, mma)
+                for step in range(first, last):
+                    a = _rows_of_a(
+                        a0_ptr, a1_ptr, a2_ptr, lora, block * ROWS, step * (64 * CHUNK), inputs,
+                        PIECES, RANK, GROUPS, CHUNK, mma,
+                    )  # fmt: skip
+                    stage = turn % STAGES
+                    mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
+                    for place in gl.static_range(CHUNK):
+                        x = x_ring.index(stage * CHUNK + place).permute((1, 0))
+                        total = warpgroup_mma(a[place], x, total, is_async=True)
+                    if CHUNK == 2:
+                        total, _a0, _a1 = warpgroup_mma_wait(0, deps=[total, a[0], a[1]])
+                    else:
+                        total, _a0, _a1, _a2, _a3 = warpgroup_mma_wait(0, deps=[total, a[0], a[1], a[2], a[3]])
+                    mbarrier.arrive(empty.index(stage))
+                    turn += 1
+                n = gl.arange(0, ROWS, gl.SliceLayout(1, mma))[:, None]
+                m = gl.arange(0, TOKENS, gl.SliceLayout(0, mma))
+                t = tile * TOKENS + m
+                slot = gl.load(slots_ptr + t, mask=t < tokens, other=-1)
+                at = _sums_of(sums_ptr, unit, ROWS * TOKENS) + m[None, :] * ROWS + n
+                gl.store(at, total, mask=(slot == lora)[None, :] & (block * ROWS + n < PIECES * RANK))
+        gluon_wait_for_the_kernel_before()  # whose counters these were
+        _arrive(counters_ptr + tile * _STRIDE + block)
+        CHUNK_TOKENS: gl.constexpr = 8 if TOKENS <= 64 else 16
+        if split < TOKENS // CHUNK_TOKENS:
+            _await(counters_ptr + tile * _STRIDE + block, splits * (4 * GROUPS))
+        for chunk in range(split, TOKENS // CHUNK_TOKENS, splits):
+            _add_sums(
+                _sums_of(sums_ptr, unit - split, ROWS * TOKENS), low_ptr, slots_ptr, live,
+                tile, block, chunk, tokens, splits, loras,
+                PIECES, RANK, LOW_STEPS, GROUPS, TOKENS, CHUNK_TOKENS, 128 // CHUNK_TOKENS,
+            )  # fmt: skip
+        _arrive(counters_ptr + tile * _STRIDE + _READY)
+    return turn
+
+
+@gluon_jit
+def _sums_of(sums_ptr, unit, SIZE: gl.constexpr):
+    return sums_ptr + unit.to(gl.int64) * SIZE
+
+
+@gluon_jit
+def _add_sums(
+    sums_ptr, low_ptr, slots_ptr, live, tile, block, chunk, tokens, splits, loras,
+    PIECES: gl.constexpr, RANK: gl.constexpr, LOW_STEPS: gl.constexpr, GROUPS: gl.constexpr, TOKENS: gl.constexpr,
+    CHUNK_TOKENS: gl.constexpr, CHUNK_PARTS: gl.constexpr,
+):  # fmt: skip
+    """A · x of some tokens: all slices' sums, in order."""
+    ROWS: gl.constexpr = 64 * GROUPS
+    lanes: gl.constexpr = 16 if GROUPS == 1 else 32
+    layout: gl.constexpr = gl.BlockedLayout([CHUNK_PARTS, 1, 4], [1, 32 // lanes, lanes], [1, 4 * GROUPS, 1], [2, 1, 0])
+    flat: gl.constexpr = gl.SliceLayout(0, layout)
+    p = gl.arange(0, CHUNK_PARTS, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    m = gl.arange(0, CHUNK_TOKENS, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    n = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    total = gl.zeros([CHUNK_TOKENS, ROWS], gl.float32, flat)
+    for base in range(0, splits, CHUNK_PARTS):
+        at = sums_ptr + (base + p) * (ROWS * TOKENS) + (chunk * CHUNK_TOKENS + m) * ROWS + n
+        mask = (base + p < splits) & (block * ROWS + n < PIECES * RANK)
+        total += gl.sum(gl.load(at, mask=mask, other=0.0, cache_modifier=".cg"), 0)
+    t = tile * TOKENS + chunk * CHUNK_TOKENS + gl.arange(0, CHUNK_TOKENS, gl.SliceLayout(1, flat))
+    rank = block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, flat))[None, :]
+    slot = gl.load(slots_ptr + t, mask=t < tokens, other=-1)[:, None]
+    t = t[:, None].to(gl.int64)
+    for lora in range(loras):
+        if (live >> lora) & 1 != 0:
+            value = gl.where(slot == lora, total, 0.0).to(low_ptr.dtype.element_ty)
+            at = low_ptr + (lora * tokens + t) * (64 * LOW_STEPS) + rank
+            gl.store(at, value, mask=(t < tokens) & (rank < 64 * LOW_STEPS))
+
+
+@gluon_jit
+def _rows_of_a(
+    a0_ptr, a1_ptr, a2_ptr, lora, row, column, inputs,
+    PIECES: gl.constexpr, RANK: gl.constexpr, GROUPS: gl.constexpr, CHUNK: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
+    """Rows of A[lora] of all pieces, on top of each other, and a step's columns, a tuple of 64 each."""
+    one = _tile_of_a(a0_ptr, a1_ptr, a2_ptr, lora, row, column, inputs, PIECES, RANK, GROUPS, mma)
+    two = _tile_of_a(a0_ptr, a1_ptr, a2_ptr, lora, row, column + 64, inputs, PIECES, RANK, GROUPS, mma)
+    if CHUNK == 2:
+        return (one, two)
+    else:  # noqa: RET505 - Gluon compiles what follows a return too
+        three = _tile_of_a(a0_ptr, a1_ptr, a2_ptr, lora, row, column + 128, inputs, PIECES, RANK, GROUPS, mma)
+        four = _tile_of_a(a0_ptr, a1_ptr, a2_ptr, lora, row, column + 192, inputs, PIECES, RANK, GROUPS, mma)
+        return (one, two, three, four)
+
+
+@gluon_jit
+def _tile_of_a(
+    a0_ptr, a1_ptr, a2_ptr, lora, row, column, inputs,
+    PIECES: gl.constexpr, RANK: gl.constexpr, GROUPS: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
+    dot: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    r = (row + gl.arange(0, 64 * GROUPS, gl.SliceLayout(1, dot)))[:, None]
+    k = (column + gl.arange(0, 64, gl.SliceLayout(0, dot)))[None, :]
+    a_ptr = _piece(a0_ptr, a1_ptr, a2_ptr, r, RANK, 2 * RANK, PIECES)
+    at = lora.to(gl.int64) * (RANK * inputs) + (r % RANK) * inputs + k
+    return gl.load(a_ptr + at, mask=(r < PIECES * RANK) & (k < inputs), other=0.0)
+
+
+@gluon_jit
+def _piece(ptr0, ptr1, ptr2, at, begin1, begin2, PIECES: gl.constexpr):
+    """Of three, by where the pieces begin: one load is on its way, and not one that waits for another."""
+    if PIECES == 1:
+        return ptr0
+    elif PIECES == 2:  # noqa: RET505 - Gluon compiles what follows a return too
+        return gl.where(at < begin1, ptr0, ptr1)
+    else:
+        return gl.where(at < begin1, ptr0, gl.where(at < begin2, ptr1, ptr2))
+
+
+@gluon_jit
+def _low_steps(row, begin1, begin2, RANK: gl.constexpr, LOW_STEPS: gl.constexpr, GROUPS: gl.constexpr):
+    """The range of blocks of 64 ranks that a tile of the base product needs: those of its outputs' pieces."""
+    if LOW_STEPS == 1:
+        return 0, 1
+    else:  # noqa: RET505 - Gluon compiles what follows a return too
+        end = row + 64 * GROUPS - 1
+        head = (row >= begin1).to(gl.int32) + (row >= begin2).to(gl.int32)
+        tail = (end >= begin1).to(gl.int32) + (end >= begin2).to(gl.int32)
+        return head * RANK // 64, gl.minimum((tail * RANK + RANK + 63) // 64, LOW_STEPS)
+
+
+@gluon_jit
+def first_of_b(
+    wanted, live, b0_ptr, b1_ptr, b2_ptr, row, outputs, begin1, begin2, loras,
+    PIECES: gl.constexpr, RANK: gl.constexpr, LOW_STEPS: gl.constexpr, GROUPS: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
+    """The B that `add_lora` begins with, on its way."""
+    lora = 0
+    while (lora < loras - 1) & ((live >> lora) & 1 == 0):
+        lora += 1
+    block, _end = _low_steps(row, begin1, begin2, RANK, LOW_STEPS, GROUPS)
+    return _rows_of_b(
+        wanted & (live != 0),
+        b0_ptr,
+        b1_ptr,
+        b2_ptr,
+        lora,
+        row,
+        begin1,
+        begin2,
+        outputs,
+        block * 64,
+        PIECES,
+        RANK,
+        GROUPS,
+        mma,
+    )
+
+
+@gluon_jit
+def add_lora(
+    total, turn, live, b, x_ring, full, empty, b0_ptr, b1_ptr, b2_ptr, row, outputs, begin1, begin2, loras,
+    PIECES: gl.constexpr, RANK: gl.constexpr, LOW_STEPS: gl.constexpr, GROUPS: gl.constexpr,
+    CHUNK: gl.constexpr, STAGES: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
+    """B · (A · x) of each adapter in the tile of tokens, and the turn of the ring after it."""
+    begun = turn
+    first, last = _low_steps(row, begin1, begin2, RANK, LOW_STEPS, GROUPS)
+    for lora in range(loras):
+        if (live >> lora) & 1 != 0:
+            for block in range(first, last):
+                if turn != begun:
+                    b = _rows_of_b(
+                        True, b0_ptr, b1_ptr, b2_ptr, lora, row, begin1, begin2, outputs, block * 64,
+                        PIECES, RANK, GROUPS, mma,
+                    )  # fmt: skip
+                stage = turn % STAGES
+                mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
+                total = warpgroup_mma(b, x_ring.index(stage * CHUNK).permute((1, 0)), total, is_async=True)
+                total, b = warpgroup_mma_wait(0, deps=[total, b])
+                mbarrier.arrive(empty.index(stage))
+                turn += 1
+    return total, turn
+
+
+@gluon_jit
+def _rows_of_b(
+    wanted, b0_ptr, b1_ptr, b2_ptr, lora, row, begin1, begin2, outputs, column,
+    PIECES: gl.constexpr, RANK: gl.constexpr, GROUPS: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
+    """Rows of B[lora] and 64 columns of all pieces, which lie along the diagonal: zeros elsewhere."""
+    dot: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    n = (row + gl.arange(0, 64 * GROUPS, gl.SliceLayout(1, dot)))[:, None]
+    r = (column + gl.arange(0, 64, gl.SliceLayout(0, dot)))[None, :]
+    b_ptr = _piece(b0_ptr, b1_ptr, b2_ptr, n, begin1, begin2, PIECES)
+    piece = (n >= begin1).to(gl.int32) + (n >= begin2).to(gl.int32)
+    begin = gl.where(piece == 0, 0, gl.where(piece == 1, begin1, begin2))
+    end = gl.where(piece == 0, begin1, gl.where(piece == 1, begin2, outputs))
+    own = r - piece * RANK
+    at = (lora.to(gl.int64) * (end - begin) + n - begin) * RANK + own
+    return gl.load(b_ptr + at, mask=wanted & (n < outputs) & (own >= 0) & (own < RANK), other=0.0)

@@ -13,21 +13,26 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import log
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from qerld_kernels.fused_product import Plan, aligned, can_fuse, fused_product
+from qerld_kernels.fused_product import Plan, can_fuse, fused_product
 from qerld_kernels.lora import add_lora, check_lora
-from qerld_kernels.low_rank import shrink_low, tickets_for
-from qerld_kernels.plans import PLANS
-from qerld_kernels.tiles import SIDE, Tiles, dequantize_tiles, dequantize_tiles_reference
+from qerld_kernels.low_rank import Adapters, Sharing, counters_for
+from qerld_kernels.plans import PLANS, SHARINGS
+from qerld_kernels.tiles import Tiles, dequantize_tiles, dequantize_tiles_reference
 
-__all__ = ["MOST_FUSED", "dequantized_product", "lora_matmul", "matmul", "matmul_reference", "plan", "remember_scale"]
+__all__ = [
+    "MOST_SHARED", "dequantized_product", "lora_matmul", "lora_plan", "matmul", "matmul_reference", "plan",
+    "remember_scale",
+]  # fmt: skip
 
-MOST_FUSED = max(most for plans in PLANS.values() for most, _ in plans)
-"""Tokens up to which `plan` has one for some layer."""
+MOST_SHARED = max(most for ways in SHARINGS.values() for most, _ in ways)
+"""Tokens up to which a product with LoRA is one launch."""
 _MOST_SLOTS = 32
+T = TypeVar("T")
 
 
 @lru_cache(maxsize=4096)
@@ -36,8 +41,26 @@ def plan(tokens: int, outputs: int, inputs: int) -> Plan | None:
 
     By the table of the layer that is nearest in shape, in factors of outputs and inputs.
     """
-    nearest = min(PLANS, key=lambda shape: abs(log(shape[0] / outputs)) + abs(log(shape[1] / inputs)))
-    return next((chosen for most, chosen in PLANS[nearest] if tokens <= most), None)
+    return _first(PLANS[_nearest(outputs, inputs)], tokens)
+
+
+@lru_cache(maxsize=4096)
+def lora_plan(tokens: int, outputs: int, inputs: int) -> tuple[Plan, Sharing]:
+    """Return how to compute a product with LoRA, of at most `MOST_SHARED` tokens at a time.
+
+    Where it is better to dequantise, it is not with LoRA, which would read and write y once more: the last plan then.
+    """
+    nearest = _nearest(outputs, inputs)
+    found, way = _first(PLANS[nearest], tokens), _first(SHARINGS[nearest], tokens)
+    return found or PLANS[nearest][-1][1], way or SHARINGS[nearest][-1][1]
+
+
+def _nearest(outputs: int, inputs: int) -> tuple[int, int]:
+    return min(PLANS, key=lambda shape: abs(log(shape[0] / outputs)) + abs(log(shape[1] / inputs)))
+
+
+def _first(rows: tuple[tuple[int, T], ...], tokens: int) -> T | None:
+    return next((chosen for most, chosen in rows if tokens <= most), None)
 
 
 def matmul_reference(x: Tensor, tiles: Tiles, outputs: int, global_scale: Tensor) -> Tensor:
@@ -57,11 +80,11 @@ def lora_matmul(
     b: list[Tensor],
     slots: Tensor,
     none: Tensor,
-    tickets: Tensor,
+    counters: Tensor,
 ) -> Tensor:
-    """`matmul`, and `add_lora` to its result, in one kernel beside another where that can be.
+    """`matmul`, and `add_lora` to its result, in one kernel where that can be.
 
-    a, b, slots, none: of `add_lora`; tickets: of `lora.shrink_low`, which is zero again afterwards.
+    a, b, slots, none: of `add_lora`; counters: of `low_rank.Adapters`.
 
     Raises:
         ValueError: a shape, dtype or layout does not fit.
@@ -70,16 +93,20 @@ def lora_matmul(
     widths, tokens = [up.shape[2] for up in b], x.shape[0]
     if sum(widths) != outputs:
         raise ValueError(f"b: must have {outputs} outputs in all, as the weight, got {widths}")
-    chosen = plan(tokens, outputs, x.shape[1])
-    whole = all(width % SIDE == 0 for width in widths[:-1])  # no tile of outputs lies in two pieces
-    fits = b[0].shape[0] <= _MOST_SLOTS and tickets_for(tokens, len(a)) <= tickets.numel()
-    if none.item() or tokens == 0 or chosen is None or not (can_fuse(x) and whole and fits):
+    pieces = -(-tokens // MOST_SHARED)
+    each = -(-tokens // max(1, pieces))
+    fits = b[0].shape[0] <= _MOST_SLOTS and counters_for(each) <= counters.numel()
+    if none.item() or tokens == 0 or not (can_fuse(x) and fits):
         y: Tensor = matmul(x, words, scale, global_scale, outputs)
         add_lora(y, x, a, b, slots, none)
         return y
-    x, factor = aligned(x), _on_host(global_scale)  # from here on nothing may come between the two launches
-    low = shrink_low(x, a, b, slots, tickets)
-    return fused_product(x, Tiles(words, scale), outputs, factor, chosen, low)
+    y = x.new_empty(tokens, outputs)
+    for start in range(0, tokens, each):
+        rows = slice(start, min(start + each, tokens))
+        how = lora_plan(each, outputs, x.shape[1])
+        adapters = Adapters(a, b, slots[rows], counters)
+        fused_product(x[rows], Tiles(words, scale), outputs, _on_host(global_scale), *how, adapters, y[rows])
+    return y
 
 
 @lora_matmul.register_fake

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from qerld_kernels.lora import MAX_PIECES, MAX_RANK, add_lora
-from qerld_kernels.low_rank import tickets_for
-from qerld_kernels.matmul import MOST_FUSED, lora_matmul
+from qerld_kernels.low_rank import counters_for
+from qerld_kernels.matmul import lora_matmul
 
 from qerld_service.nvfp4_scheme import TiledNvfp4
 
@@ -44,13 +44,13 @@ class SlotLora:
     _token_lora_indices: torch.Tensor
     """int64 [most tokens], the slot of each token of the batch, −1 without an adapter; one buffer for life."""
     token_mapping_meta: Any
-    tickets: torch.Tensor
-    """Of `shrink_low`, one set for all layers, which run one after the other."""
+    counters: torch.Tensor
+    """Of `low_rank.Adapters`, one set for all layers, which run one after the other."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        count = tickets_for(MOST_FUSED, MAX_PIECES)
-        self.tickets = torch.zeros(count, dtype=torch.int32, device=self._token_lora_indices.device)
+        slots = self._token_lora_indices
+        self.counters = torch.zeros(counters_for(len(slots)), dtype=torch.int32, device=slots.device)
         rank = kwargs["lora_config"].max_lora_rank
         if rank > MAX_RANK:
             logger.warning(
@@ -104,7 +104,7 @@ def _in_one(two_steps: Apply) -> Apply:
             return two_steps(layer, x, bias)
         y: torch.Tensor = lora_matmul(
             rows, base.weight_packed, base.weight_scale, base.weight_global_scale, base.outputs, list(a), list(b),
-            wrapper._token_lora_indices, wrapper.token_mapping_meta.no_lora_flag_cpu, wrapper.tickets,
+            wrapper._token_lora_indices, wrapper.token_mapping_meta.no_lora_flag_cpu, wrapper.counters,
         )  # fmt: skip
         y = y.view(*x.shape[:-1], y.shape[-1])
         return y if bias is None else y + bias

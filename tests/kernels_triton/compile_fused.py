@@ -24,10 +24,13 @@ def ptx(chosen: Plan, dtype: str, pieces: int) -> str:
     swizzled, wide, narrow = (gl.NVMMASharedLayout(*a) for a in ((128, 16, 2), (0, 64, 1), (0, 32, 1)))
     signature: dict[str, str] = dict.fromkeys(_kernel.arg_names, "constexpr")
     signature |= dict.fromkeys(
-        ("tokens", "outputs", "columns", "token_tiles", "part", "parts", "begin1", "begin2", "loras"), "i32"
+        ("tokens", "inputs", "outputs", "columns", "token_tiles", "part", "parts", "begin1", "begin2", "loras"), "i32"
     )
-    signature |= dict.fromkeys(("y_ptr", "b0_ptr", "b1_ptr", "b2_ptr"), f"*{dtype}")
-    signature |= {"live_ptr": "*i32", "pieces_ptr": "*fp32", "factor": "fp32"}
+    signature |= dict.fromkeys(("slice_count", "splits", "slice_steps", "with_slices", "their_parts"), "i32")
+    adapters = [f"{matrix}{piece}_ptr" for matrix in "ab" for piece in range(3)]
+    signature |= dict.fromkeys(("y_ptr", "low_ptr", *adapters), f"*{dtype}")
+    signature |= {"slots_ptr": "*i64", "counters_ptr": "*i32"}
+    signature |= dict.fromkeys(("pieces_ptr", "sums_ptr"), "*fp32") | {"factor": "fp32"}
     signature |= dict.fromkeys(("x_desc", "low_desc"), f"tensordesc<{dtype}[{chosen.tokens}, 64],{swizzled!r}>")
     signature["words_desc"] = f"tensordesc<i64[{chunk * 256}],{wide!r}>"
     signature["scale_desc"] = f"tensordesc<i32[{chunk * 64}],{narrow!r}>"

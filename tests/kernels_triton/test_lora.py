@@ -9,7 +9,6 @@ import pytest
 import torch
 from qerld_kernels.jit import INTERPRETED
 from qerld_kernels.lora import Plan, add_lora, lora_reference, plan, planned_lora
-from qerld_kernels.low_rank import shrink_low, shrink_low_reference, tickets_for
 from torch import Tensor
 
 # The interpreter's products take the bits of bf16 for integers; there the op runs the reference.
@@ -212,24 +211,6 @@ def test_plans_fit_the_machine(tokens: int, rank: int, inputs: int) -> None:
     chosen, padded = plan(tokens, rank, inputs), max(16, rank)
     assert chosen.stages * 2 * chosen.inputs * (chosen.shrink_rows + padded) <= 227 * 1024
     assert chosen.shrink_rows >= min(16, tokens)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rank", [8, 16, 32])
-@pytest.mark.parametrize(("tokens", "pieces"), [(1, 1), (17, 2), (40, 3), (123, 1)])
-def test_low_rank_products_for_the_base_product(
-    tokens: int, pieces: int, rank: int, dtype: torch.dtype, device: str
-) -> None:
-    case = make(tokens, 600, (16,) * pieces, rank, dtype, device)
-    tickets = torch.zeros(tickets_for(tokens, pieces) + 1, dtype=torch.int32, device=device)
-    wanted = shrink_low_reference(case.x, case.a, case.b, case.slots)
-    for _ in range(2):  # the tickets of the first serve the second
-        found = shrink_low(case.x, case.a, case.b, case.slots, tickets)
-        tolerance = 2 * torch.finfo(dtype).eps
-        torch.testing.assert_close(found.low, wanted.low, rtol=tolerance, atol=tolerance)
-        assert torch.equal(found.low == 0, wanted.low == 0), "zeros where a token is not in the slot, and to the end"
-        assert torch.equal(found.live, wanted.live)
-        assert tickets.count_nonzero() == 0
 
 
 SPOILT: list[tuple[str, Callable[[Case], Case]]] = [
