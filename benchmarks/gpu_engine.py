@@ -108,10 +108,10 @@ async def with_noise(args: argparse.Namespace, adapter: Path) -> dict[str, Any]:
         stream = engine._llm.generate({"prompt_token_ids": prompt}, params, f"none-{request_id}")
         return sum([len(completion.token_ids) async for output in stream for completion in output.outputs])
 
-    result["tokens_per_s"] = await by_batch(args, sample_of(NOISY))
-    result["tokens_per_s_two_versions"] = await by_batch(args, sample_of(NOISY, OTHER))
-    result["tokens_per_s_without_adapter"] = await by_batch(args, sample_of_none)
     result["scores"] = alone
+    await by_batch(args, result, "tokens_per_s", sample_of(NOISY))
+    await by_batch(args, result, "tokens_per_s_two_versions", sample_of(NOISY, OTHER))
+    await by_batch(args, result, "tokens_per_s_without_adapter", sample_of_none)
     await engine.stop()
     return result
 
@@ -142,15 +142,19 @@ async def stock(args: argparse.Namespace, adapter: Path) -> dict[str, Any]:
         return sum([len(completion.token_ids) async for output in stream for completion in output.outputs])
 
     result["scores"] = [await score(f"score-{i}", ids) for i, ids in enumerate(sequences(args.model, 8, 96))]
-    result["tokens_per_s"] = await by_batch(args, sample)
+    await by_batch(args, result, "tokens_per_s", sample)
     await asyncio.to_thread(llm.shutdown)
     return result
 
 
-async def by_batch(args: argparse.Namespace, sample: Sampler) -> dict[str, float]:
-    """Throughput for each batch size."""
+async def by_batch(args: argparse.Namespace, result: dict[str, Any], name: str, sample: Sampler) -> None:
+    """Throughput for each batch size, kept at once: a run that is cut short has been worth its time."""
     prompts = sequences(args.model, max(args.batches), args.prompt)
-    return {str(batch): await throughput(sample, prompts, batch, args.tokens) for batch in args.batches}
+    result[name] = {}
+    for batch in args.batches:
+        result[name][str(batch)] = await throughput(sample, prompts, batch, args.tokens)
+        args.out.write_text(json.dumps(result, indent=2) + "\n")
+        print(f"{args.mode}: {name}, batch {batch}: {result[name][str(batch)]:.0f}", flush=True)
 
 
 def mean_difference(left: list[list[float]], right: list[list[float]]) -> float:
@@ -179,10 +183,11 @@ def run_both(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         make_adapter(args.model, Path(folder) / "adapter", args.rank)
         for mode in args.servers.split(","):
-            out = Path(folder) / f"{mode}.json"
+            out = args.out.with_suffix(f".{mode}.json")
             command = [sys.executable, __file__, *sys.argv[1:], "--mode", mode, "--adapter", f"{folder}/adapter"]
             subprocess.run([*command, "--out", str(out)], check=True)
             results[mode] = json.loads(out.read_text())
+            out.unlink()
     scores = [result.pop("scores") for result in results.values()]
     if len(scores) == 2:
         results["clean_against_stock_mean_abs_difference"] = mean_difference(*scores)

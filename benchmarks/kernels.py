@@ -321,14 +321,18 @@ def sharing_tune_rows(models: list[str], tokens: list[int], names: list[str]) ->
         weights = [Weight.random(outputs, inputs) for _ in range(copies(outputs * inputs // 2))]
         stacks = layer.adapters(1)[: len(weights)]
         for count in tokens:
-            x, (chosen, _) = layer.batch(count)[1], lora_plan(count, outputs, inputs)
+            x, (chosen, sharing) = layer.batch(count)[1], lora_plan(count, outputs, inputs)
             counters = torch.zeros(counters_for(count), dtype=torch.int32, device=DEVICE)
             slots = BATCHES["one"](count).to(DEVICE)
-            pairs = [(w, Adapters(a, b, slots, counters)) for w, (a, b) in zip(weights, stacks, strict=False)]
+            adapters = [Adapters(a, b, slots, counters, sharing) for a, b in stacks]
+            pairs = list(zip(weights, adapters, strict=False))
 
             def took(sharing: Sharing, x: Tensor = x, pairs: Any = pairs, chosen: Plan = chosen) -> float:
                 return microseconds(
-                    [lambda w=w, a=a: fused_product(x, w.tiles, outputs, 1.0, chosen, sharing, a) for w, a in pairs]
+                    [
+                        lambda w=w, a=a: fused_product(x, w.tiles, outputs, 1.0, chosen, replace(a, sharing=sharing))
+                        for w, a in pairs
+                    ]
                 )
 
             taken = sorted(((took(way), way) for way in ways_to_share(count, inputs, chosen)), key=lambda pair: pair[0])

@@ -7,10 +7,8 @@ The loading warp moves tiles of W̃ (`tiles.py`) and of x through a ring in shar
 W̃ · xᵀ: only the left operand may come from registers, and tokens may then be as few as 8. What is decoded is W̃ · 2⁻⁷
 (`tile_operands.py`); the end multiplies by g · 2⁷.
 
-Stream-K (arXiv 2301.03598): a tile's steps along K are a number of parts, and the programs, as many as fit on the GPU
-at once, share the parts of all tiles evenly. What they hold of a tile that others worked on as well goes to a buffer,
-and a second kernel adds the pieces in order, so that results do not depend on timing. Few parts spare pieces, many even
-out the work.
+The programs, as many as fit on the GPU at once, share the tiles by stream-K (`stream_k.py`); a second kernel adds the
+pieces. Few parts of a tile spare pieces, many even out the work.
 
 The kernel starts before the one before it has ended (`dependent_launch.py`), and waits for it before it reads x.
 
@@ -25,29 +23,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from qerld_kernels.dependent_launch import gluon_wait_for_the_kernel_before, wait_for_the_kernel_before
-from qerld_kernels.jit import INTERPRETED, compute_capability, gl, gluon_jit, hopper, jit, tl
+from qerld_kernels.dependent_launch import gluon_wait_for_the_kernel_before
+from qerld_kernels.jit import INTERPRETED, compute_capability, gl, gluon_jit, hopper
 from qerld_kernels.lora import three
 from qerld_kernels.low_rank import (
     LOW_COLUMNS,
     NO_SLICES,
     Adapters,
-    Sharing,
-    Slices,
-    add_lora,
-    first_of_b,
     live_slots,
-    load_low,
     load_slices,
     multiply_slices,
     reset_counters,
     slices,
 )  # fmt: skip
+from qerld_kernels.low_rank_end import add_lora, first_of_b, load_low
+from qerld_kernels.stream_k import add_pieces, share, steps_of
 from qerld_kernels.tile_operands import decode, fetch
 from qerld_kernels.tiles import SIDE, Tiles, check_tiles
 
@@ -59,7 +54,7 @@ if hopper is not None:
     # Named so since Triton 3.9.
     copy_tile = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
 
-__all__ = ["Plan", "aligned", "can_fuse", "fused_product"]
+__all__ = ["Plan", "can_fuse", "fused_product"]
 
 _LOADER_REGISTERS = 24
 _REGISTER_FILE = 65536
@@ -107,7 +102,6 @@ def fused_product(
     outputs: int,
     scale: float,
     plan: Plan,
-    sharing: Sharing | None = None,
     adapters: Adapters | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -123,47 +117,50 @@ def fused_product(
     y = x.new_empty(tokens, outputs) if out is None else out
     if tokens == 0:
         return y
-    x = aligned(x)
+    x = _aligned(x)
     tile_rows, columns = -(-outputs // (SIDE * plan.groups)), tiles.words.shape[1]
     token_tiles, chunk = -(-tokens // plan.tokens), plan.inputs // SIDE
     steps = -(-columns // chunk)
-    part = -(-steps // (sharing or plan).parts)
+    part = -(-steps // (adapters.sharing if adapters else plan).parts)
     parts = -(-steps // part)
     work = tile_rows * token_tiles * parts
     programs = _multiprocessors(x.device) * plan.programs
-    lora = _Lora.of(x, adapters, sharing, plan, token_tiles, steps, programs, work)
-    programs = min(programs, work + lora.slices.programs)
+    own = NO_SLICES
+    if adapters is not None:
+        adapters.check(x)
+        blocks = -(-adapters.low_steps // plan.groups)
+        own = slices(adapters.sharing, token_tiles * blocks, steps, programs, work)
+    programs = min(programs, work + own.programs)
     if work * (programs + 1) >= 1 << 31:
         raise ValueError(f"x: {tokens} tokens are too many for {outputs} outputs and {inputs} inputs; split x")
-    begins = [*accumulate(up.shape[2] for up in lora.b), outputs, outputs][:2]
-    swizzled = gl.NVMMASharedLayout(128, 16, 2)
-    pieces = torch.empty(programs * 2 * plan.groups * SIDE * plan.tokens, dtype=torch.float32, device=x.device)
+    swizzled, tile = gl.NVMMASharedLayout(128, 16, 2), plan.groups * SIDE * plan.tokens
+    lora = _Lora.of(x, adapters, outputs, own.count * tile)
+    pieces = torch.empty(programs * 2 * tile, dtype=torch.float32, device=x.device)
     _kernel[(programs,)](
         TensorDescriptor(x, [tokens, inputs], [x.stride(0), 1], [plan.tokens, SIDE], swizzled),
         _flat(tiles.words, 256 * chunk, 64),
         _flat(tiles.scale, SIDE * chunk, 32),
         TensorDescriptor(lora.low, [*lora.low.shape], [lora.low.stride(0), 1], [plan.tokens, LOW_COLUMNS], swizzled),
-        y, pieces, *three(lora.a or [y]), *three(lora.b or [y]), lora.slots, lora.sums, lora.low, lora.counters,
-        scale * 2**7, tokens, inputs, outputs, columns, token_tiles, part, parts, *begins, lora.slots_used,
-        lora.slices.count, lora.slices.splits, lora.slices.steps, lora.slices.programs, lora.slices.parts,
-        PIECES=len(lora.b), RANK=lora.rank, LOW_STEPS=lora.low_steps,
+        y, pieces, *three(lora.a), *three(lora.b), lora.slots, lora.sums, lora.low, lora.counters,
+        scale * 2**7, tokens, inputs, outputs, columns, token_tiles, part, parts, *lora.begins, lora.loras,
+        own.count, own.splits, own.steps, own.programs, own.parts,
+        PIECES=lora.pieces, RANK=lora.rank, LOW_STEPS=adapters.low_steps if adapters else 0,
         GROUPS=plan.groups, TOKENS=plan.tokens, CHUNK=chunk, STAGES=plan.stages, LOADER_REGISTERS=_LOADER_REGISTERS,
         num_warps=4 * plan.groups, maxnreg=plan.registers, launch_pdl=True,
     )  # fmt: skip
     if parts > 1 and (adapters is not None or work % programs or work // programs % parts):  # some tile was shared
         rows = min(plan.tokens, _PIECE_TOKENS)
-        _add_pieces[(tile_rows * token_tiles, plan.groups * (plan.tokens // rows))](
+        add_pieces[(tile_rows * token_tiles, plan.groups * (plan.tokens // rows))](
             pieces, y, scale * 2**7, tokens, outputs, parts, token_tiles, programs, work,
-            lora.slices.programs, lora.slices.parts,
+            own.programs, own.parts,
             PDL=True, SCALED_HEAD=adapters is not None, GROUPS=plan.groups, TOKENS=plan.tokens, ROWS=rows,
             num_warps=4, launch_pdl=True,
         )  # fmt: skip
     return y
 
 
-@dataclass(frozen=True)
-class _Lora:
-    """Arguments of the kernel; placeholders without LoRA."""
+class _Lora(NamedTuple):
+    """Arguments of the kernel."""
 
     a: list[Tensor]
     b: list[Tensor]
@@ -171,45 +168,24 @@ class _Lora:
     counters: Tensor
     sums: Tensor
     low: Tensor
-    slices: Slices
+    begins: list[int]
+    loras: int
+    pieces: int
+    rank: int
 
     @classmethod
-    def of(
-        cls,
-        x: Tensor,
-        adapters: Adapters | None,
-        sharing: Sharing | None,
-        plan: Plan,
-        token_tiles: int,
-        steps: int,
-        programs: int,
-        work: int,
-    ) -> _Lora:
-        """With room for the slices' sums, and for A · x [L · M, S · R], as `low_rank_reference`, and zeros beside."""
-        if adapters is None or sharing is None:
-            return cls([], [], x, x, x, x, NO_SLICES)
-        adapters.check(x)
-        loras, _, rank, _ = adapters.a[0].shape
-        low_steps = -(-len(adapters.a) * rank // LOW_COLUMNS)
-        own = slices(sharing, token_tiles * -(-low_steps // plan.groups), steps, programs, work)
-        sums = torch.empty(own.count * plan.groups * SIDE * plan.tokens, dtype=torch.float32, device=x.device)
-        low = torch.empty(loras * x.shape[0], low_steps * LOW_COLUMNS, dtype=x.dtype, device=x.device)
-        return cls(adapters.a, adapters.b, adapters.slots, adapters.counters, sums, low, own)
-
-    @property
-    def rank(self) -> int:
-        return self.b[0].shape[3] if self.b else 0
-
-    @property
-    def slots_used(self) -> int:
-        return self.b[0].shape[0] if self.b else 0
-
-    @property
-    def low_steps(self) -> int:
-        return self.low.shape[1] // LOW_COLUMNS if self.b else 0
+    def of(cls, x: Tensor, adapters: Adapters | None, outputs: int, sums: int) -> _Lora:
+        """With room for that many sums, and for A · x as `low_rank_reference` has it; without LoRA, placeholders."""
+        if adapters is None:
+            return cls([x], [x], x, x, x, x, [outputs, outputs], 0, 0, 0)
+        (loras, _, _, rank), pieces = adapters.b[0].shape, len(adapters.b)
+        begins = [*accumulate(up.shape[2] for up in adapters.b), outputs][:2]
+        low = x.new_empty(loras * x.shape[0], adapters.low_steps * LOW_COLUMNS)
+        room = torch.empty(sums, dtype=torch.float32, device=x.device)
+        return cls(adapters.a, adapters.b, adapters.slots, adapters.counters, room, low, begins, loras, pieces, rank)
 
 
-def aligned(x: Tensor) -> Tensor:
+def _aligned(x: Tensor) -> Tensor:
     """x, or a copy of it if its rows do not begin at multiples of 16 bytes, which TMA asks for."""
     fits = x.stride(1) == 1 and x.stride(0) % 8 == x.data_ptr() % 16 == 0
     return x if fits else x.clone(memory_format=torch.contiguous_format)
@@ -264,41 +240,6 @@ def _kernel(
 
 
 @gluon_jit
-def _share(outputs, token_tiles, parts, with_slices, their_parts, GROUPS: gl.constexpr):
-    """This program's range of the parts of all tiles."""
-    work = gl.cdiv(outputs, 64 * GROUPS) * token_tiles * parts
-    own = gl.program_id(0)
-    programs = gl.num_programs(0)
-    if own < with_slices:
-        begin = own * their_parts // with_slices
-        end = (own + 1) * their_parts // with_slices
-    else:
-        rest = work - their_parts
-        begin = their_parts + (own - with_slices) * rest // (programs - with_slices)
-        end = their_parts + (own + 1 - with_slices) * rest // (programs - with_slices)
-    return begin, end
-
-
-@jit
-def _program_with(unit, programs, work, with_slices, their_parts):
-    """Whose range a part is in."""
-    if unit < their_parts:
-        return ((unit + 1) * with_slices - 1) // their_parts
-    else:  # noqa: RET505
-        return with_slices + ((unit - their_parts + 1) * (programs - with_slices) - 1) // (work - their_parts)
-
-
-@gluon_jit
-def _steps(unit, end, columns, part, parts, CHUNK: gl.constexpr):
-    """The tile of a part, the range's first and last (excluded) step in it, and where the range goes on."""
-    tile = unit // parts
-    following = gl.minimum(end, tile * parts + parts)
-    first = (unit - tile * parts) * part
-    last = gl.minimum((following - tile * parts) * part, gl.cdiv(columns, CHUNK))
-    return tile, first, last, following
-
-
-@gluon_jit
 def _load(
     x_desc, words_desc, scale_desc, low_desc, x_ring, words_ring, scale_ring, full, empty, slots_ptr, counters_ptr,
     tokens, outputs, columns, token_tiles, part, parts, begin1, begin2, loras,
@@ -307,7 +248,7 @@ def _load(
     GROUPS: gl.constexpr, TOKENS: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Fill the ring, step after step, across tiles."""
-    unit, end = _share(outputs, token_tiles, parts, with_slices, their_parts, GROUPS)
+    unit, end = share(outputs, token_tiles, parts, with_slices, their_parts, GROUPS)
     turn = 0
     known = -1  # the first of the tokens of which `live` tells the slots
     live = 0
@@ -318,7 +259,7 @@ def _load(
         )  # fmt: skip
     while unit < end:
         begin = unit
-        tile, first, last, unit = _steps(begin, end, columns, part, parts, CHUNK)
+        tile, first, last, unit = steps_of(begin, end, columns, part, parts, CHUNK)
         token = (tile % token_tiles) * TOKENS
         row = (tile // token_tiles) * GROUPS
         for step in range(first, last):
@@ -362,7 +303,7 @@ def _multiply(
     """All warpgroups, 64 outputs of each of the program's tiles each."""
     ROWS: gl.constexpr = 64 * GROUPS
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4 * GROUPS, 1], [16, TOKENS, 16])
-    unit, end = _share(outputs, token_tiles, parts, with_slices, their_parts, GROUPS)
+    unit, end = share(outputs, token_tiles, parts, with_slices, their_parts, GROUPS)
     turn = 0
     known = -1
     live = 0
@@ -374,7 +315,7 @@ def _multiply(
         )  # fmt: skip
     while unit < end:
         begin = unit
-        tile, first, last, unit = _steps(begin, end, columns, part, parts, CHUNK)
+        tile, first, last, unit = steps_of(begin, end, columns, part, parts, CHUNK)
         row = (tile // token_tiles) * ROWS
         token = (tile % token_tiles) * TOKENS
         if PIECES > 0:  # noqa: SIM102 - the outer one is settled when it is compiled
@@ -443,30 +384,3 @@ def _store(total, y_ptr, factor, tokens, outputs, output, token, GROUPS: gl.cons
     n = (output + gl.arange(0, 64 * GROUPS, gl.SliceLayout(1, layout)))[:, None]
     m = (token + gl.arange(0, TOKENS, gl.SliceLayout(0, layout)))[None, :]
     gl.store(y_ptr + m.to(gl.int64) * outputs + n, value, mask=(n < outputs) & (m < tokens))
-
-
-@partial(jit, do_not_specialize=["tokens", "parts", "token_tiles", "programs", "work", "with_slices", "their_parts"])
-def _add_pieces(
-    pieces_ptr, y_ptr, factor, tokens, outputs, parts, token_tiles, programs, work, with_slices, their_parts,
-    PDL: tl.constexpr, SCALED_HEAD: tl.constexpr, GROUPS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """y of 64 outputs and ROWS tokens of a tile that several programs share; the first may have scaled its piece."""
-    tile = tl.program_id(0)
-    group, block = tl.program_id(1) % GROUPS, tl.program_id(1) // GROUPS
-    head = _program_with(tile * parts, programs, work, with_slices, their_parts)
-    tail = _program_with(tile * parts + parts - 1, programs, work, with_slices, their_parts)
-    if head != tail:
-        if PDL:
-            wait_for_the_kernel_before()
-        m = block * ROWS + tl.arange(0, ROWS)[None, :]
-        n = tl.arange(0, 64)[:, None]
-        at = n * TOKENS + m
-        first = tl.load(pieces_ptr + ((head * 2 + 1) * GROUPS + group).to(tl.int64) * (64 * TOKENS) + at)
-        total = tl.zeros([64, ROWS], tl.float32)
-        for program in range(head + 1, tail + 1):
-            total += tl.load(pieces_ptr + (program * 2 * GROUPS + group).to(tl.int64) * (64 * TOKENS) + at)
-        total = total * factor + first * (1.0 if SCALED_HEAD else factor)
-        m += (tile % token_tiles) * TOKENS
-        n += ((tile // token_tiles) * GROUPS + group) * 64
-        y = total.to(y_ptr.dtype.element_ty)
-        tl.store(y_ptr + m.to(tl.int64) * outputs + n, y, mask=(m < tokens) & (n < outputs))

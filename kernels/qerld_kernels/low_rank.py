@@ -1,13 +1,11 @@
-"""LoRA within the fused product (`fused_product.py`), in Gluon: A · x, and B · (A · x) at a tile's end.
+"""A · x of LoRA within the launch of the fused product (`fused_product.py`), in Gluon.
 
-As `lora.py`, but in the base product's own launch. Rows of A are one more kind of left operand, and x comes through the
-ring: before its share of the base product, a program may have a slice of A · x, some of K for 64 rows of A (or more,
-one 64 a warpgroup) and a tile of tokens. The fp32 sums of the slices meet in memory, where they are added in order and
-rounded to x's dtype, as PEFT and vLLM do; programs wait for them when they come to a tile's end. There B · (A · x) is
-one more step or more for each adapter with a token in the tile: B is the left operand, read from where it lies, and
-A · x the right one, through the ring. B must be finite: 0 · ∞ would reach tokens of other adapters.
+As in `lora.py`, but rows of A are one more kind of left operand, and x comes through the ring: before its share of the
+base product, a program may have a slice of A · x, some of K for 64 rows of A (or more, 64 a warpgroup) and a tile of
+tokens. The fp32 sums of the slices meet in memory, where they are added in order and rounded to x's dtype, as PEFT and
+vLLM do. Programs wait for them when they come to a tile's end (`low_rank_end.py`).
 
-Programs wait for others here, so all must be on the GPU at once or come in order. They do: slices belong to the first
+So programs wait for others: all must be on the GPU at once, or come in order. They do: slices belong to the first
 programs, which a GPU starts first, and no slice waits for anything but slices.
 
 Legend: as `lora.py`. The pieces' ranks are stacked: rank r of piece s is row s · R + r.
@@ -29,47 +27,13 @@ if hopper is not None:
     copy_tile = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
 
 __all__ = [
-    "LOW_COLUMNS",
-    "Adapters",
-    "Sharing",
-    "Slices",
-    "add_lora",
-    "counters_for",
-    "first_of_b",
-    "live_slots",
-    "load_low",
-    "load_slices",
-    "low_rank_reference",
-    "multiply_slices",
-    "reset_counters",
-    "slices",
+    "LOW_COLUMNS", "NO_SLICES", "READY", "STRIDE", "Adapters", "Sharing", "Slices", "await_warps", "counters_for",
+    "live_slots", "load_slices", "low_rank_reference", "multiply_slices", "piece_of", "reset_counters", "slices",
 ]  # fmt: skip
 
 LOW_COLUMNS = 64
 """Ranks of a step of B · (A · x)."""
 _COUNTERS = 8
-
-
-@dataclass(frozen=True)
-class Adapters:
-    """a, b, slots: of `add_lora`.
-
-    counters: int32, `counters_for` of them or more, zero before and after; no other stream may use them meanwhile.
-    """
-
-    a: list[Tensor]
-    b: list[Tensor]
-    slots: Tensor
-    counters: Tensor
-
-    def check(self, x: Tensor) -> None:
-        """Raises ValueError: the counters are too few, of another dtype or on another device than x."""
-        needed, found = counters_for(x.shape[0]), self.counters
-        if found.dtype != torch.int32 or found.device != x.device or found.numel() < needed:
-            raise ValueError(
-                f"counters: must be {needed} int32 or more on {x.device}, got {tuple(found.shape)} {found.dtype} "
-                f"on {found.device}"
-            )
 
 
 @dataclass(frozen=True)
@@ -83,6 +47,34 @@ class Sharing:
     splits: int
     parts: int = 1 << 16
     share: float = 0.0
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """a, b, slots: of `add_lora`. No launch just before the product's may write them.
+
+    counters: int32, `counters_for` of them or more, zero before and after; no other stream may use them meanwhile.
+    """
+
+    a: list[Tensor]
+    b: list[Tensor]
+    slots: Tensor
+    counters: Tensor
+    sharing: Sharing
+
+    @property
+    def low_steps(self) -> int:
+        """Blocks of `LOW_COLUMNS` ranks of all pieces."""
+        return -(-len(self.a) * self.a[0].shape[2] // LOW_COLUMNS)
+
+    def check(self, x: Tensor) -> None:
+        """Raises ValueError: the counters are too few, of another dtype or on another device than x."""
+        needed, found = counters_for(x.shape[0]), self.counters
+        if found.dtype != torch.int32 or found.device != x.device or found.numel() < needed:
+            raise ValueError(
+                f"counters: must be {needed} int32 or more on {x.device}, got {tuple(found.shape)} {found.dtype} "
+                f"on {found.device}"
+            )
 
 
 @dataclass(frozen=True)
@@ -137,8 +129,8 @@ _AWAIT = constant("""{ .reg .pred p; .reg .b32 n;
     again: ld.acquire.gpu.global.u32 n, [$1]; setp.lo.u32 p, n, $2; @p nanosleep.u32 32; @p bra again;
     fence.proxy.async.global; mov.u32 $0, 0; }""")
 _EXITS = constant(7)  # of programs; in the first tile's counters
-_READY = constant(6)  # among the counters of a tile of tokens; those before are the tickets of its blocks of rows of A
-_STRIDE = constant(_COUNTERS)
+READY = constant(6)  # among the counters of a tile of tokens; those before are the tickets of its blocks of rows of A
+STRIDE = constant(_COUNTERS)
 
 
 @gluon_jit
@@ -150,7 +142,7 @@ def _arrive(counter_ptr):
 
 
 @gluon_jit
-def _await(counter_ptr, warps):
+def await_warps(counter_ptr, warps):
     """Until so many warps have arrived."""
     gl.inline_asm_elementwise(
         _AWAIT, "=r,l,r", [counter_ptr.to(gl.int64), warps], dtype=gl.int32, is_pure=False, pack=1
@@ -219,35 +211,14 @@ def load_slices(
 
 
 @gluon_jit
-def load_low(
-    low_desc, x_ring, full, empty, counters_ptr, live, turn, tile, row, tokens, begin1, begin2, splits, loras,
-    RANK: gl.constexpr, LOW_STEPS: gl.constexpr, GROUPS: gl.constexpr, TOKENS: gl.constexpr, CHUNK: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
-    """A · x for the end of a tile, once it is there."""
-    blocks: gl.constexpr = (LOW_STEPS + GROUPS - 1) // GROUPS
-    _await(counters_ptr + tile * _STRIDE + _READY, blocks * splits * (4 * GROUPS))
-    first, last = _low_steps(row, begin1, begin2, RANK, LOW_STEPS, GROUPS)
-    for lora in range(loras):
-        if (live >> lora) & 1 != 0:
-            for block in range(first, last):
-                stage = turn % STAGES
-                mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
-                arrived = full.index(stage)
-                mbarrier.expect(arrived, TOKENS * 128)
-                copy_tile(low_desc, [lora * tokens + tile * TOKENS, block * 64], arrived, x_ring.index(stage * CHUNK))
-                turn += 1
-    return turn
-
-
-@gluon_jit
 def reset_counters(counters_ptr, token_tiles):
     """By the last program to come here, when nobody waits any more."""
+    gluon_wait_for_the_kernel_before()  # which had these counters; a program without work has not waited yet
     before = gl.atomic_add(counters_ptr + _EXITS, 1, sem="acq_rel", scope="gpu")
     if before == gl.num_programs(0) - 1:
         place = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-        for at in range(0, token_tiles * _STRIDE, 32):
-            gl.store(counters_ptr + at + place, gl.zeros_like(place), mask=at + place < token_tiles * _STRIDE)
+        for at in range(0, token_tiles * STRIDE, 32):
+            gl.store(counters_ptr + at + place, gl.zeros_like(place), mask=at + place < token_tiles * STRIDE)
 
 
 @gluon_jit
@@ -288,17 +259,17 @@ def multiply_slices(
                 at = _sums_of(sums_ptr, unit, ROWS * TOKENS) + m[None, :] * ROWS + n
                 gl.store(at, total, mask=(slot == lora)[None, :] & (block * ROWS + n < PIECES * RANK))
         gluon_wait_for_the_kernel_before()  # whose counters these were
-        _arrive(counters_ptr + tile * _STRIDE + block)
+        _arrive(counters_ptr + tile * STRIDE + block)
         CHUNK_TOKENS: gl.constexpr = 8 if TOKENS <= 64 else 16
         if split < TOKENS // CHUNK_TOKENS:
-            _await(counters_ptr + tile * _STRIDE + block, splits * (4 * GROUPS))
+            await_warps(counters_ptr + tile * STRIDE + block, splits * (4 * GROUPS))
         for chunk in range(split, TOKENS // CHUNK_TOKENS, splits):
             _add_sums(
                 _sums_of(sums_ptr, unit - split, ROWS * TOKENS), low_ptr, slots_ptr, live,
                 tile, block, chunk, tokens, splits, loras,
                 PIECES, RANK, LOW_STEPS, GROUPS, TOKENS, CHUNK_TOKENS, 128 // CHUNK_TOKENS,
             )  # fmt: skip
-        _arrive(counters_ptr + tile * _STRIDE + _READY)
+        _arrive(counters_ptr + tile * STRIDE + READY)
     return turn
 
 
@@ -361,13 +332,13 @@ def _tile_of_a(
     dot: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     r = (row + gl.arange(0, 64 * GROUPS, gl.SliceLayout(1, dot)))[:, None]
     k = (column + gl.arange(0, 64, gl.SliceLayout(0, dot)))[None, :]
-    a_ptr = _piece(a0_ptr, a1_ptr, a2_ptr, r, RANK, 2 * RANK, PIECES)
+    a_ptr = piece_of(a0_ptr, a1_ptr, a2_ptr, r, RANK, 2 * RANK, PIECES)
     at = lora.to(gl.int64) * (RANK * inputs) + (r % RANK) * inputs + k
     return gl.load(a_ptr + at, mask=(r < PIECES * RANK) & (k < inputs), other=0.0)
 
 
 @gluon_jit
-def _piece(ptr0, ptr1, ptr2, at, begin1, begin2, PIECES: gl.constexpr):
+def piece_of(ptr0, ptr1, ptr2, at, begin1, begin2, PIECES: gl.constexpr):
     """Of three, by where the pieces begin: one load is on its way, and not one that waits for another."""
     if PIECES == 1:
         return ptr0
@@ -375,87 +346,3 @@ def _piece(ptr0, ptr1, ptr2, at, begin1, begin2, PIECES: gl.constexpr):
         return gl.where(at < begin1, ptr0, ptr1)
     else:
         return gl.where(at < begin1, ptr0, gl.where(at < begin2, ptr1, ptr2))
-
-
-@gluon_jit
-def _low_steps(row, begin1, begin2, RANK: gl.constexpr, LOW_STEPS: gl.constexpr, GROUPS: gl.constexpr):
-    """The range of blocks of 64 ranks that a tile of the base product needs: those of its outputs' pieces."""
-    if LOW_STEPS == 1:
-        return 0, 1
-    else:  # noqa: RET505 - Gluon compiles what follows a return too
-        end = row + 64 * GROUPS - 1
-        head = (row >= begin1).to(gl.int32) + (row >= begin2).to(gl.int32)
-        tail = (end >= begin1).to(gl.int32) + (end >= begin2).to(gl.int32)
-        return head * RANK // 64, gl.minimum((tail * RANK + RANK + 63) // 64, LOW_STEPS)
-
-
-@gluon_jit
-def first_of_b(
-    wanted, live, b0_ptr, b1_ptr, b2_ptr, row, outputs, begin1, begin2, loras,
-    PIECES: gl.constexpr, RANK: gl.constexpr, LOW_STEPS: gl.constexpr, GROUPS: gl.constexpr, mma: gl.constexpr,
-):  # fmt: skip
-    """The B that `add_lora` begins with, on its way."""
-    lora = 0
-    while (lora < loras - 1) & ((live >> lora) & 1 == 0):
-        lora += 1
-    block, _end = _low_steps(row, begin1, begin2, RANK, LOW_STEPS, GROUPS)
-    return _rows_of_b(
-        wanted & (live != 0),
-        b0_ptr,
-        b1_ptr,
-        b2_ptr,
-        lora,
-        row,
-        begin1,
-        begin2,
-        outputs,
-        block * 64,
-        PIECES,
-        RANK,
-        GROUPS,
-        mma,
-    )
-
-
-@gluon_jit
-def add_lora(
-    total, turn, live, b, x_ring, full, empty, b0_ptr, b1_ptr, b2_ptr, row, outputs, begin1, begin2, loras,
-    PIECES: gl.constexpr, RANK: gl.constexpr, LOW_STEPS: gl.constexpr, GROUPS: gl.constexpr,
-    CHUNK: gl.constexpr, STAGES: gl.constexpr, mma: gl.constexpr,
-):  # fmt: skip
-    """B · (A · x) of each adapter in the tile of tokens, and the turn of the ring after it."""
-    begun = turn
-    first, last = _low_steps(row, begin1, begin2, RANK, LOW_STEPS, GROUPS)
-    for lora in range(loras):
-        if (live >> lora) & 1 != 0:
-            for block in range(first, last):
-                if turn != begun:
-                    b = _rows_of_b(
-                        True, b0_ptr, b1_ptr, b2_ptr, lora, row, begin1, begin2, outputs, block * 64,
-                        PIECES, RANK, GROUPS, mma,
-                    )  # fmt: skip
-                stage = turn % STAGES
-                mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
-                total = warpgroup_mma(b, x_ring.index(stage * CHUNK).permute((1, 0)), total, is_async=True)
-                total, b = warpgroup_mma_wait(0, deps=[total, b])
-                mbarrier.arrive(empty.index(stage))
-                turn += 1
-    return total, turn
-
-
-@gluon_jit
-def _rows_of_b(
-    wanted, b0_ptr, b1_ptr, b2_ptr, lora, row, begin1, begin2, outputs, column,
-    PIECES: gl.constexpr, RANK: gl.constexpr, GROUPS: gl.constexpr, mma: gl.constexpr,
-):  # fmt: skip
-    """Rows of B[lora] and 64 columns of all pieces, which lie along the diagonal: zeros elsewhere."""
-    dot: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    n = (row + gl.arange(0, 64 * GROUPS, gl.SliceLayout(1, dot)))[:, None]
-    r = (column + gl.arange(0, 64, gl.SliceLayout(0, dot)))[None, :]
-    b_ptr = _piece(b0_ptr, b1_ptr, b2_ptr, n, begin1, begin2, PIECES)
-    piece = (n >= begin1).to(gl.int32) + (n >= begin2).to(gl.int32)
-    begin = gl.where(piece == 0, 0, gl.where(piece == 1, begin1, begin2))
-    end = gl.where(piece == 0, begin1, gl.where(piece == 1, begin2, outputs))
-    own = r - piece * RANK
-    at = (lora.to(gl.int64) * (end - begin) + n - begin) * RANK + own
-    return gl.load(b_ptr + at, mask=wanted & (n < outputs) & (own >= 0) & (own < RANK), other=0.0)

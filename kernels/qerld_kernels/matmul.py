@@ -101,11 +101,11 @@ def lora_matmul(
         add_lora(y, x, a, b, slots, none)
         return y
     y = x.new_empty(tokens, outputs)
+    chosen, sharing = lora_plan(each, outputs, x.shape[1])
     for start in range(0, tokens, each):
         rows = slice(start, min(start + each, tokens))
-        how = lora_plan(each, outputs, x.shape[1])
-        adapters = Adapters(a, b, slots[rows], counters)
-        fused_product(x[rows], Tiles(words, scale), outputs, _on_host(global_scale), *how, adapters, y[rows])
+        adapters = Adapters(a, b, slots[rows], counters, sharing)
+        fused_product(x[rows], Tiles(words, scale), outputs, _on_host(global_scale), chosen, adapters, y[rows])
     return y
 
 

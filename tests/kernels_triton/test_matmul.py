@@ -16,13 +16,14 @@ import torch
 from qerld_kernels import fused_product as fused_product_module
 from qerld_kernels import matmul as matmul_module
 from qerld_kernels.dequantize import dequantize_reference
-from qerld_kernels.fused_product import Plan, _add_pieces, can_fuse, fused_product
+from qerld_kernels.fused_product import Plan, can_fuse, fused_product
 from qerld_kernels.jit import INTERPRETED
 from qerld_kernels.lora import lora_reference
 from qerld_kernels.low_rank import Sharing, counters_for, low_rank_reference, slices
 from qerld_kernels.matmul import MOST_SHARED, lora_matmul, lora_plan, matmul, matmul_reference, plan, remember_scale
 from qerld_kernels.nvfp4 import Nvfp4Tensor, quantize
 from qerld_kernels.plans import PLANS, SHARINGS
+from qerld_kernels.stream_k import add_pieces
 from qerld_kernels.tiles import Tiles, tile
 from torch import Tensor
 
@@ -330,7 +331,7 @@ def test_pieces_of_shared_tiles_are_added(
                 amount = factor * sum(10 * at + unit % steps + 1 for unit in mine)
                 pieces[program, int(mine[0] == at * steps)] = amount * pattern
     y = torch.full((tokens, outputs), -1.0, dtype=torch.float16, device=device)
-    _add_pieces[(tiles, groups)](
+    add_pieces[(tiles, groups)](
         pieces.to(device), y, 0.5, tokens, outputs, steps, 2, programs, work, with_slices, their_parts,
         PDL=False, SCALED_HEAD=scaled_head, GROUPS=groups, TOKENS=width, ROWS=width,
     )  # fmt: skip
