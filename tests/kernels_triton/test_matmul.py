@@ -352,8 +352,8 @@ def test_the_fused_kernel_compiles_for_hopper() -> None:
     # Of a tile four for each 64 of a step's inputs, twice over (the last step is apart); of A as many for a step, of B
     # four for 64 ranks.
     counts = [[int(count) for count in line.split()[2:]] for line in done.stdout.splitlines()]
-    # Who loads x waits for the kernel before, and who counts slices.
-    assert counts == 2 * [[32, 1, 52, 3]] + 2 * [[16, 1, 28, 3]]
+    # Who loads x waits for the kernel before, who counts slices, and who resets the counters.
+    assert counts == 2 * [[32, 1, 52, 4]] + 2 * [[16, 1, 28, 4]]
 
 
 @pytest.mark.parametrize(("inputs", "stages"), [(64, 4), (128, 1), (192, 3), (256, 1)])
