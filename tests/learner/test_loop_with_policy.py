@@ -35,6 +35,7 @@ from qerld_service.engine import PolicyEngine
 from qerld_service.policy import running_policy
 from qerld_service.settings import PolicySettings
 from support.policy import policy_values
+from support.policy import until as soon
 
 from .conftest import (
     PROMPT_IDS,
@@ -143,9 +144,7 @@ async def test_versions_go_live_and_every_token_knows_its_version(loop: Loop) ->
     run = await new_run(learner, **noise, schedule_steps=3, max_steps=3)
     async with loop.policy(), loop.health_of_sampling() as health:
         reports = await train(learner, run, 3)
-        async with asyncio.timeout(60):  # health looks every few seconds, and three steps may take less
-            while SERVING not in health:
-                await asyncio.sleep(0.05)
+        await soon(lambda: SERVING in health)  # it looks every few seconds, and three steps may take less
     # Not serving before the server had loaded version 0; then serving, across three swaps.
     assert health in ([NOT_SERVING, SERVING], [SERVING])
     assert [(report.step, report.version) for report in reports] == [(1, 1), (2, 2), (3, 3)]
