@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from qerld_learner.trainer import lora, step
+from qerld_learner.trainer.batch import plan_updates
 from qerld_learner.trainer.messages import (
     AlgorithmConfig,
     Event,
@@ -61,15 +62,15 @@ def gradients(config: TrainerConfig, groups: list[Group], trees_of: str, *, weig
     masters = lora.attach(model.causal, config.lora)
     torch.manual_seed(5)
     step.load_weights(masters, {name: torch.randn(master.shape) / 8 for name, master in masters.items()})
-    batch = step.make_batch(groups, config.algorithm, model.vocab_size)
-    batch = replace(batch, weights=batch.weights * weight)
+    work = step.begin(model, config, groups, lambda *_: None)
+    (update,) = plan_updates(work.batch, config.algorithm)
+    update = replace(update, weights=update.weights * weight)
     budget = {"tree": 10**6, "micro": 20}.get(trees_of, 1)
-    trees = pack(batch.sequences, budget, share=trees_of != "plain")
-    assert len(trees) == {"tree": 1, "plain": len(batch.sequences)}.get(trees_of, len(trees))
-    tally = step.Tally()
+    trees = pack(work.batch.sequences, budget, share=trees_of != "plain")
+    assert len(trees) == {"tree": 1, "plain": len(work.batch.sequences)}.get(trees_of, len(trees))
     for tree in trees:
-        step.micro_batch(model, config, batch, tree, tally, step.Clock(), learn=True)
-    step.unscale(masters, step.loss_scale(model.dtype, batch))
+        step.micro_batch(work, update, tree, learn=True)
+    step.unscale(masters, step.loss_scale(model.dtype, update))
     return {name: master.grad.clone() for name, master in masters.items() if master.grad is not None}
 
 
