@@ -79,6 +79,8 @@ def _algorithm(checks: Checks, message: run_pb2.RunConfig, base: RunConfig) -> d
     }
     found["loss_divisor"] = _or(algorithm, "loss_divisor", divisor)
     found["overlong_buffer"] = algorithm.overlong_buffer or max(1, longest // 5)
+    if not algorithm.kl_estimator and "kl_estimator" not in PRESETS[base.preset]:
+        found["kl_estimator"] = "k1" if found["kl_in"] == "reward" else "k3"
     return found | _correction(algorithm, found)
 
 

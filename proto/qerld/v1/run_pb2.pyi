@@ -229,25 +229,25 @@ class _KlEstimator:
 class _KlEstimatorEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KlEstimator.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     KL_ESTIMATOR_UNSPECIFIED: _KlEstimator.ValueType  # 0
-    """Default: KL_ESTIMATOR_K3."""
+    """Default: the preset's, or KL_ESTIMATOR_K3 in the loss and KL_ESTIMATOR_K1 in the reward."""
     KL_ESTIMATOR_K1: _KlEstimator.ValueType  # 1
-    """d. In the loss its gradient is zero on average: meant for the reward."""
+    """d. Meant for the reward: in the loss its gradient is zero on average."""
     KL_ESTIMATOR_K2: _KlEstimator.ValueType  # 2
-    """d * d / 2."""
+    """d * d / 2. Meant for the loss: there it has the KL's gradient."""
     KL_ESTIMATOR_K3: _KlEstimator.ValueType  # 3
-    """exp(-d) + d - 1."""
+    """exp(-d) + d - 1. Meant for the loss: in the reward it may drive the policy away from the base."""
 
 class KlEstimator(_KlEstimator, metaclass=_KlEstimatorEnumTypeWrapper):
     """KlEstimator estimates KL(policy || base) from a token's log-probabilities, d = log policy - log base."""
 
 KL_ESTIMATOR_UNSPECIFIED: KlEstimator.ValueType  # 0
-"""Default: KL_ESTIMATOR_K3."""
+"""Default: the preset's, or KL_ESTIMATOR_K3 in the loss and KL_ESTIMATOR_K1 in the reward."""
 KL_ESTIMATOR_K1: KlEstimator.ValueType  # 1
-"""d. In the loss its gradient is zero on average: meant for the reward."""
+"""d. Meant for the reward: in the loss its gradient is zero on average."""
 KL_ESTIMATOR_K2: KlEstimator.ValueType  # 2
-"""d * d / 2."""
+"""d * d / 2. Meant for the loss: there it has the KL's gradient."""
 KL_ESTIMATOR_K3: KlEstimator.ValueType  # 3
-"""exp(-d) + d - 1."""
+"""exp(-d) + d - 1. Meant for the loss: in the reward it may drive the policy away from the base."""
 Global___KlEstimator: _TypeAlias = KlEstimator  # noqa: Y015
 
 class _KlPlacement:
