@@ -98,11 +98,12 @@ def _algorithm(config: RunConfig) -> Iterator[tuple[str, str]]:
     if config.mini_batches > config.groups_per_step:
         text = f"must be at most groups_per_step = {config.groups_per_step}, got {config.mini_batches}"
         yield "algorithm.mini_batches", f"{text}; a group is not split: lower it or raise groups_per_step"
-    alone = config.group_size == 1
-    if alone and config.advantage != "batch_norm":
+    if config.group_size != 1:
+        return
+    if config.advantage != "batch_norm":
         text = f"must be at least 2 with {config.advantage}, got 1"
         yield "group_size", f"{text}; a group of one has no baseline: raise it or use ADVANTAGE_ESTIMATOR_BATCH_NORM"
-    if alone and config.drop_zero_variance:
+    elif config.drop_zero_variance:
         text = "must be false with group_size 1, got true"
         yield "drop_zero_variance", f"{text}; every group of one would be dropped: set it to false"
 

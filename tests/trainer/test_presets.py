@@ -127,7 +127,7 @@ def test_every_correction_learns(config: TrainerConfig, correction: str) -> None
     number = run_pb2.MismatchCorrection.Value(f"MISMATCH_CORRECTION_{correction.upper()}")
     metrics = learn(config, algorithm_config(of_preset("none", correction=number)))
     rewards = [one["reward_mean"] for one in metrics]
-    assert all(0 < one["mismatch_kl_k3"] < 0.2 for one in metrics)
+    assert all(0 < one["mismatch_kl_k3"] < 1 for one in metrics)
     assert fmean(rewards[-4:]) > fmean(rewards[:2]) + 0.15, rewards
 
 
