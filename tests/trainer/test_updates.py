@@ -135,6 +135,21 @@ def test_metrics_of_several_updates_are_those_before_the_first(config: TrainerCo
         assert other.advantage == one.advantage
 
 
+def test_loss_and_clipped_share_of_several_updates_are_means(config: TrainerConfig) -> None:
+    """Without a learning rate to speak of each update is the first again."""
+    algorithm = msgspec.structs.replace(PPO, epochs=1, old_policy="behaviour")
+    config = msgspec.structs.replace(with_algorithm(config, algorithm), optimizer=OptimizerConfig(lr=1e-12))
+    once = run_step(config, make_groups(4))
+    many = run_step(
+        msgspec.structs.replace(config, algorithm=msgspec.structs.replace(algorithm, epochs=3)), make_groups(4)
+    )
+    assert 0 < once.metrics["clipped_share"] < 1
+    for name in ("loss", "clipped_share", "grad_norm"):
+        assert many.metrics[name] == pytest.approx(once.metrics[name], rel=1e-5), name
+    for one, other in zip(once.rollouts, many.rollouts, strict=True):
+        assert other.clipped_share == pytest.approx(one.clipped_share)
+
+
 def test_a_step_without_a_signal_is_computed_once(config: TrainerConfig) -> None:
     outcome = run_step(with_algorithm(config, PPO), make_groups(4, mixed=False))
     assert outcome.skipped_optimizer
