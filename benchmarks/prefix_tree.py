@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 from qerld_learner.trainer import lora, step
+from qerld_learner.trainer.batch import plan_updates
 from qerld_learner.trainer.messages import Group, LoraShape, Rollout, TrainerConfig
 from qerld_learner.trainer.model import BaseModel
 from qerld_learner.trainer.packing import PrefixTree, pack
@@ -58,17 +59,16 @@ class Bench:
         torch.manual_seed(0)
         random = {name: torch.randn(master.shape) * 0.02 for name, master in self.masters.items()}
         step.load_weights(self.masters, random)
-        self.batch = step.make_batch(
-            make_groups(groups, self.model.vocab_size), config.algorithm, self.model.vocab_size
-        )
+        self.work = step.begin(self.model, config, make_groups(groups, self.model.vocab_size), lambda *_: None)
+        (self.update,) = plan_updates(self.work.batch, config.algorithm)
 
     def run(self, trees: list[PrefixTree]) -> tuple[float, torch.Tensor]:
         """Return the seconds of one step's forward and backward, and its whole gradient, flat."""
         for master in self.masters.values():
             master.grad = None
-        tally, clock, start = step.Tally(), step.Clock(), time.perf_counter()
+        start = time.perf_counter()
         for tree in trees:
-            step.micro_batch(self.model, self.config, self.batch, tree, tally, clock, learn=True)
+            step.micro_batch(self.work, self.update, tree, learn=True)
         seconds = time.perf_counter() - start
         return seconds, torch.cat([m.grad.flatten() for m in self.masters.values() if m.grad is not None])
 
@@ -76,8 +76,8 @@ class Bench:
 def measure(bench: Bench, repeats: int) -> dict[str, object]:
     """Run both ways in turn and return tokens, median seconds, ratios and the gradients' difference."""
     ways = {
-        "prefix_tree": pack(bench.batch.sequences, bench.config.token_budget),
-        "one_sequence_a_rollout": pack(bench.batch.sequences, bench.config.token_budget, share=False),
+        "prefix_tree": pack(bench.work.batch.sequences, bench.config.token_budget),
+        "one_sequence_a_rollout": pack(bench.work.batch.sequences, bench.config.token_budget, share=False),
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     gradients: dict[str, torch.Tensor] = {}

@@ -2,8 +2,9 @@
 
 With l = h Wᵀ / τ and p = softmax(l): log p_y = l_y − logsumexp(l), the entropy is logsumexp(l) − Σ_v p_v l_v, and
 ∂ log p_y / ∂h = (w_y − Σ_v p_v w_v) / τ. The last sum is one [d] vector a row, computed with the logits at hand: the
-backward needs no logits and recomputes nothing. The head is frozen (LoRA leaves it alone), so W gets no gradient. A
-soft cap c (Gemma 2) maps a raw logit z to c·tanh(z/c), whose slope 1 − tanh²(z/c) enters the sum and w_y's factor.
+backward needs no logits and recomputes nothing. So for the entropy H: ∂H/∂h = −Σ_v p_v (log p_v + H) w_v / τ. The head
+is frozen (LoRA leaves it alone), so W gets no gradient. A soft cap c (Gemma 2) maps a raw logit z to c·tanh(z/c), whose
+slope 1 − tanh²(z/c) enters the sums and w_y's factor.
 
 Rows are taken in chunks, so that the extra memory is a chunk's logits in fp32 and p in the hidden states' dtype. The
 two products are the library's; one kernel reads the logits in between: normaliser and entropy by the online softmax
@@ -48,20 +49,32 @@ class Head:
         return torch.ones_like(raw) if self.softcap is None else 1 - torch.tanh(raw / self.softcap).square()
 
 
-def pair_logprobs(hidden: Tensor, head: Head, pair_row: Tensor, pair_target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log p(target | row) fp32 [P] and the entropy fp32 [N] of each row's distribution (no gradient), in nats.
+def pair_logprobs(
+    hidden: Tensor, head: Head, pair_row: Tensor, pair_target: Tensor, *, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return log p(target | row) fp32 [P] and the entropy fp32 [N] of each row's distribution, in nats.
 
-    hidden: [N, d]; pair_row, pair_target: int64 [P]. Only `hidden` gets a gradient.
+    hidden: [N, d]; pair_row, pair_target: int64 [P]. Only `hidden` gets a gradient, of the entropy only when asked for:
+    that costs one more product of the head's size.
     """
-    want_gradient = hidden.requires_grad and torch.is_grad_enabled()
-    out: tuple[Tensor, Tensor] = _PairLogprobs.apply(hidden, head, pair_row, pair_target, want_gradient)
+    want = hidden.requires_grad and torch.is_grad_enabled()
+    wanted = _Wanted(want, want and entropy_gradient)
+    out: tuple[Tensor, Tensor] = _PairLogprobs.apply(hidden, head, pair_row, pair_target, wanted)
     return out
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """Which gradients a backward will ask for."""
+
+    logprobs: bool
+    entropy: bool
 
 
 class _PairLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Head, pair_row: Tensor, pair_target: Tensor, want_gradient: bool
+        ctx: Any, hidden: Tensor, head: Head, pair_row: Tensor, pair_target: Tensor, wanted: _Wanted
     ) -> tuple[Tensor, Tensor]:
         order = torch.argsort(pair_row, stable=True)
         rows, targets = pair_row[order], pair_target[order]
@@ -71,24 +84,28 @@ class _PairLogprobs(torch.autograd.Function):
         else:
             starts = torch.arange(0, len(hidden) + step, step, device=rows.device)
             edges = torch.searchsorted(rows, starts).tolist()  # one wait for the device, however many chunks
-        parts = [_chunk(hidden[:0], head, rows[:0], targets[:0], want_gradient)]  # of no rows: there may be none
+        parts = [_chunk(hidden[:0], head, rows[:0], targets[:0], wanted)]  # of no rows: there may be none
         for index, start in enumerate(range(0, len(hidden), step)):
             block, pairs = hidden[start : start + step], slice(edges[index], edges[index + 1])
-            parts.append(_chunk(block, head, rows[pairs] - start, targets[pairs], want_gradient))
+            parts.append(_chunk(block, head, rows[pairs] - start, targets[pairs], wanted))
         logprobs = torch.empty(len(rows), dtype=torch.float32, device=hidden.device)
         logprobs[order] = torch.cat([part[0] for part in parts])
         entropy = torch.cat([part[1] for part in parts])
-        if want_gradient:
-            ctx.save_for_backward(torch.cat([part[2] for part in parts if part[2] is not None]), order, rows)
+        if wanted.logprobs:
+            slopes = [torch.cat([part[3] for part in parts if part[3] is not None])] if wanted.entropy else []
+            ctx.save_for_backward(torch.cat([part[2] for part in parts if part[2] is not None]), order, rows, *slopes)
         ctx.shape, ctx.dtype = hidden.shape, hidden.dtype
-        ctx.mark_non_differentiable(entropy)
+        if not wanted.entropy:
+            ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        jacobian, order, rows = ctx.saved_tensors
+        jacobian, order, rows, *slopes = ctx.saved_tensors
         hidden_grad = torch.zeros(ctx.shape, dtype=torch.float32, device=rows.device)
         hidden_grad.index_add_(0, rows, jacobian.float() * grads[0][order, None])
+        for slope in slopes:
+            hidden_grad += slope.float() * grads[1][:, None]
         return hidden_grad.to(ctx.dtype), None, None, None, None
 
 
@@ -99,19 +116,32 @@ def _chunk_rows(bytes_: int, vocabulary: int) -> int:
 
 
 def _chunk(
-    block: Tensor, head: Head, rows: Tensor, targets: Tensor, want_gradient: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return log-probabilities [m], entropies [n] and Jacobian rows [m, d] (in the block's dtype) of one chunk."""
+    block: Tensor, head: Head, rows: Tensor, targets: Tensor, wanted: _Wanted
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return log-probabilities [m], entropies [n] and, in the block's dtype, their Jacobian rows [m, d] and [n, d]."""
     raw = _fp32_product(block, head.weight)
     chosen = raw[rows, targets]
-    normaliser, entropy, sloped = softmax_statistics(raw, head, block.dtype if want_gradient else None)
+    normaliser, entropy, sloped = softmax_statistics(raw, head, block.dtype if wanted.logprobs else None)
     logprobs = head.logits(chosen) - normaliser[rows]
     if sloped is None:
-        return logprobs, entropy, None
+        return logprobs, entropy, None, None
     own = head.weight[targets].float() * head.slope(chosen).unsqueeze(-1)
     expected = sloped @ head.weight
     jacobian = (own - expected[rows].float()) / head.temperature
-    return logprobs, entropy, jacobian.to(block.dtype)
+    slopes = _entropy_slopes(raw, head, normaliser, entropy, block.dtype) if wanted.entropy else None
+    return logprobs, entropy, jacobian.to(block.dtype), slopes
+
+
+def _entropy_slopes(raw: Tensor, head: Head, normaliser: Tensor, entropy: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the entropy's derivative [n, d] by each row: −Σ_v p_v (log p_v + H) W_v, over the temperature.
+
+    Plain torch on every device: few runs have an entropy bonus.
+    """
+    logprobs = head.logits(raw) - normaliser.unsqueeze(-1)
+    terms = logprobs.exp() * (logprobs + entropy.unsqueeze(-1))
+    if head.softcap is not None:
+        terms *= head.slope(raw)
+    return ((terms.to(dtype) @ head.weight).float() / -head.temperature).to(dtype)
 
 
 def _fp32_product(block: Tensor, weight: Tensor) -> Tensor:

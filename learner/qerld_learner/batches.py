@@ -8,9 +8,9 @@ from itertools import zip_longest
 
 from sqlalchemy import Connection
 
-from .groups import lag
-from .records import RolloutRecord
-from .store.rewards import stored_rewards
+from .groups import Member, lag
+from .records import FinishReason, OutcomeKind, RolloutRecord
+from .store.rewards import rewarded_members
 from .store.rollouts import group_rollouts
 from .store.runs import find_version
 from .store.steps import Batch
@@ -19,22 +19,22 @@ from .trainer.messages import Group, Rollout
 
 @dataclass(frozen=True)
 class BatchData:
-    """A batch with everything that training needs."""
+    """A batch with everything that training needs; `outcomes`: what was said of each rollout, by id."""
 
     batch: Batch
     groups: tuple[tuple[RolloutRecord, ...], ...]
-    rewards: Mapping[str, float]
+    outcomes: Mapping[str, Member]
     parent_folder: str
 
 
 def load(connection: Connection, batch: Batch) -> BatchData:
     """Read a batch: its rewarded rollouts only, in the batch's order."""
-    rewards = stored_rewards(connection, batch.group_ids)
+    rewarded = rewarded_members(connection, batch.group_ids)
+    by_rollout = {member.rollout_id: member for members in rewarded.values() for member in members}
     groups = []
     for group_id in batch.group_ids:
         members = group_rollouts(connection, group_id)
-        groups.append(tuple(member for member in members if member.rollout_id in rewards[group_id]))
-    by_rollout = {rollout_id: reward for group in rewards.values() for rollout_id, reward in group.items()}
+        groups.append(tuple(member for member in members if member.rollout_id in by_rollout))
     _parent, folder = find_version(connection, batch.run, batch.parent)
     return BatchData(batch, tuple(groups), by_rollout, folder)
 
@@ -45,16 +45,33 @@ def trainer_groups(data: BatchData) -> list[Group]:
         Group(
             group_id=members[0].group_id,
             prompt_ids=list(members[0].prompt_ids),
-            rollouts=[_rollout(member, data.rewards[member.rollout_id]) for member in members],
+            rollouts=[_rollout(member, data.outcomes[member.rollout_id]) for member in members],
         )
         for members in data.groups
     ]
 
 
-def _rollout(record: RolloutRecord, reward: float) -> Rollout:
-    version = min(span.version for span in record.spans if not span.environment)
-    ids, logprobs = list(record.completion_ids), list(record.logprobs)
-    return Rollout(record.rollout_id, ids, logprobs, reward, version, trainable_mask(record))
+def _rollout(record: RolloutRecord, said: Member) -> Rollout:
+    assert said.reward is not None
+    return Rollout(
+        rollout_id=record.rollout_id,
+        completion_ids=list(record.completion_ids),
+        logprobs=list(record.logprobs),
+        reward=said.reward,
+        version=min(span.version for span in record.spans if not span.environment),
+        trainable=trainable_mask(record),
+        steps=_steps(record, said),
+        truncated=record.finish_reason is FinishReason.LENGTH,
+    )
+
+
+def _steps(record: RolloutRecord, said: Member) -> list[tuple[int, float]] | None:
+    """Return rewards by turn or token with the ends of their stretches of the completion; None for one of the whole."""
+    if said.kind is OutcomeKind.TURN_REWARDS:
+        return list(zip((span.end for span in record.spans if not span.environment), said.values, strict=True))
+    if said.kind is OutcomeKind.TOKEN_REWARDS:
+        return list(zip(range(1, len(record.completion_ids) + 1), said.values, strict=True))
+    return None
 
 
 def trainable_mask(record: RolloutRecord) -> list[bool] | None:

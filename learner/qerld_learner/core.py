@@ -17,7 +17,7 @@ from .creation import RunCreator, slots_of_all
 from .deletion import RunDeleter
 from .errors import InvalidRequestError, NotFoundError, PreconditionError, Violation
 from .fingerprints import fingerprints_of
-from .groups import would_be_advantages
+from .groups import closing_of, would_be_advantages
 from .intake import Intake
 from .leases import LeaseQueue
 from .loop import RunLoop, expire_overdue, keep_desired, pause
@@ -276,7 +276,7 @@ class Learner:
         pulse = self._shared.runs[run]
         _check_count(outcomes)
         answers, closed, repeated = await self._shared.store.write(
-            lambda c: rewards.submit(c, run, request_id, body_hash, outcomes, pulse.config.drop_zero_variance)
+            lambda c: rewards.submit(c, run, request_id, body_hash, outcomes, closing_of(pulse.config))
         )
         if not repeated:
             # A duplicate says that the rollout was scored before; so no worker keeps getting it.
@@ -295,7 +295,7 @@ class Learner:
         judged, stored = await self._shared.store.read(lambda c: rewards.dry_run(c, run, outcomes))
         advantages: dict[str, float] = {}
         for group in stored.values():
-            advantages |= would_be_advantages(config.advantage, group)
+            advantages |= would_be_advantages(config, group)
         return [
             CheckedOutcome(j.outcome.rollout_id, j.answer, j.problems, advantages.get(j.outcome.rollout_id))
             for j in judged

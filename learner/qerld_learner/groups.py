@@ -6,11 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from .records import OutcomeKind, ReceiptState, RolloutState
-from .trainer.advantages import ADVANTAGES, advantages_of
-
-# The advantage of a rollout is relative to its group: one reward alone has nothing to be compared with.
-LEAST_REWARDS = 2
+from .records import OutcomeKind, ReceiptState, RolloutState, RunConfig
+from .trainer.advantages import OF_BATCHES, OF_GROUPS, advantages_of
 
 
 class Verdict(StrEnum):
@@ -24,13 +21,36 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True)
+class Closing:
+    """When a run's groups are worth a step: from so many rewards on, and those of equal rewards only unless dropped."""
+
+    drop_zero_variance: bool = True
+    least_rewards: int = 2
+
+
+def closing_of(config: RunConfig) -> Closing:
+    """Return a run's rule. One reward alone has nothing to be compared with, except by estimators over a batch."""
+    return Closing(config.drop_zero_variance, 1 if config.advantage in OF_BATCHES else 2)
+
+
+def least_group(config: RunConfig) -> int:
+    """Return the fewest rollouts that a group of the run may have: a group of one is one of equal rewards."""
+    closing = closing_of(config)
+    return 2 if closing.drop_zero_variance else closing.least_rewards
+
+
+@dataclass(frozen=True)
 class Member:
-    """One rollout of a group; `kind` and `reward` are None without an outcome, `reward` also without a reward."""
+    """One rollout of a group; `kind` and `reward` are None without an outcome, `reward` also without a reward.
+
+    `values`: the rewards by turn or token whose sum `reward` is; empty for one of the whole rollout.
+    """
 
     rollout_id: str
     state: RolloutState
     kind: OutcomeKind | None = None
     reward: float | None = None
+    values: tuple[float, ...] = ()
 
     @property
     def resolved(self) -> bool:
@@ -43,21 +63,25 @@ def rewards_of(members: Sequence[Member]) -> list[float]:
     return [member.reward for member in members if member.reward is not None]
 
 
-def verdict(members: Sequence[Member], *, deadline: float | None, now: float, drop_zero_variance: bool) -> Verdict:
+def verdict(members: Sequence[Member], *, deadline: float | None, now: float, closing: Closing) -> Verdict:
     """Judge a group. `deadline` is None while it is still being sampled.
 
-    Ready: every rollout is resolved, or the deadline has passed; either way with at least two rewards.
+    Ready: every rollout is resolved, or the deadline has passed; either way with enough rewards.
     """
     complete = all(member.resolved for member in members)
     expired = deadline is not None and now >= deadline
     if not complete and not expired:
         return Verdict.WAIT
     rewards = rewards_of(members)
-    if len(rewards) < LEAST_REWARDS:
+    if len(rewards) < closing.least_rewards:
         return Verdict.EXPIRED
-    if drop_zero_variance and len(set(rewards)) == 1:
+    if closing.drop_zero_variance and len({value for member in members for value in _said(member)}) == 1:
         return Verdict.ZERO_VARIANCE
     return Verdict.READY
+
+
+def _said(member: Member) -> tuple[float, ...]:
+    return member.values or (() if member.reward is None else (member.reward,))
 
 
 def receipts_on(verdict: Verdict, members: Sequence[Member]) -> dict[str, ReceiptState]:
@@ -82,12 +106,14 @@ def lag(learner_version: int, made_by: int) -> int:
     return max(0, learner_version - made_by)
 
 
-def would_be_advantages(advantage: str, rewards: Mapping[str, float]) -> dict[str, float]:
+def would_be_advantages(config: RunConfig, rewards: Mapping[str, float]) -> dict[str, float]:
     """Return the advantages of a group with these rewards by rollout id; empty with fewer than two.
 
-    Estimators over a whole batch have no value for one group: empty, too.
+    Empty, too, where a group and its rewards are not all that counts: estimators over a batch, a KL in the reward, an
+    overlong penalty.
     """
-    if len(rewards) < LEAST_REWARDS or advantage not in ADVANTAGES:
+    shaped = config.overlong == "penalty" or (config.kl_in == "reward" and config.kl_coef)
+    if len(rewards) < 2 or config.advantage not in OF_GROUPS or shaped:
         return {}
-    values = advantages_of(advantage, list(rewards.values()))
+    values = advantages_of(config.advantage, list(rewards.values()))
     return dict(zip(rewards, (float(value) for value in values), strict=True))

@@ -10,6 +10,7 @@ from contextlib import aclosing
 from sqlalchemy import Connection
 
 from .errors import InvalidRequestError, PreconditionError, RetryLaterError, Violation
+from .groups import least_group
 from .options import LearnerOptions
 from .records import (
     GroupOpened,
@@ -182,7 +183,7 @@ class Intake:
                 require_running(record)
                 noises = _noises(connection, run, trajectories)
                 newest = next_version_number(connection, run) - 1
-                check_trajectories(prompt, trajectories, noises, newest)
+                check_trajectories(prompt, trajectories, noises, newest, least_group(record.config))
                 return _store_import(connection, record, prompt, trajectories, noises)
 
             group_id, repeated = once(connection, run, request_id, body_hash, add)
@@ -276,10 +277,9 @@ def check_prompt(run: RunRecord, prompt: PromptSpec, max_model_len: int | None, 
     if max_model_len is not None and length >= max_model_len:
         text = f"must be shorter than the context of {max_model_len} tokens, got {length}; shorten it"
         wrong.append(("prompt", text))
-    if prompt.group_size < 2:
-        wrong.append(
-            ("group_size", f"must be at least 2, got {prompt.group_size}; advantages are relative to the group")
-        )
+    if prompt.group_size < (least := least_group(run.config)):
+        text = f"must be at least {least}, got {prompt.group_size}; advantages are relative to the group"
+        wrong.append(("group_size", text))
     if prompt.sampling.temperature != run.config.temperature:
         text = (
             f"must be the run's {run.config.temperature:g}, got {prompt.sampling.temperature:g}: a batch is trained"
@@ -293,12 +293,15 @@ def check_prompt(run: RunRecord, prompt: PromptSpec, max_model_len: int | None, 
 
 
 def check_trajectories(
-    prompt: PromptSpec, trajectories: Sequence[TrajectorySpec], known: Collection[int], newest: int
+    prompt: PromptSpec, trajectories: Sequence[TrajectorySpec], known: Collection[int], newest: int, least: int
 ) -> None:
-    """Raise `InvalidRequestError` with everything wrong with an imported group; `known` of its versions exist."""
+    """Raise `InvalidRequestError` with everything wrong with an imported group.
+
+    `known`: those of its versions that exist; `least`: how many rollouts a group needs.
+    """
     wrong = [] if prompt.prompt_ids else [Violation("prompt", _EMPTY)]
-    if len(trajectories) < 2:
-        text = f"must be at least 2, got {len(trajectories)}; advantages are relative to the group"
+    if len(trajectories) < least:
+        text = f"must be at least {least}, got {len(trajectories)}; advantages are relative to the group"
         wrong.append(Violation("trajectories", text))
     if len(trajectories) != prompt.group_size:
         text = f"must be the number of trajectories, {len(trajectories)}, got {prompt.group_size}; send all of them"

@@ -17,6 +17,7 @@ from sqlalchemy import Connection
 
 from . import batches
 from .errors import RetryLaterError
+from .groups import closing_of
 from .promotion import NotRunningError, Promotion, UnansweredError
 from .records import RolloutRecord, RunRecord, RunState, StepReport, VersionRecord, VersionState
 from .run_options import noise_of, trainer_config
@@ -176,7 +177,9 @@ class RunLoop:
     async def _commit(
         self, batch: Batch, version: VersionRecord, folder: str, result: StepResult, report: StepReport
     ) -> None:
-        trained = [Trained(r.rollout_id, r.advantage, r.mean_ratio, r.clipped_share) for r in result.rollouts]
+        trained = [
+            Trained(r.rollout_id, r.advantage, r.mean_ratio, r.clipped_share, r.filtered) for r in result.rollouts
+        ]
         fence = self._shared.fence
 
         def mutation(connection: Connection) -> Closed:
@@ -260,11 +263,11 @@ async def expire_overdue(shared: Shared) -> None:
 
 
 async def _expire(shared: Shared, run: str, group_ids: list[str]) -> None:
-    drop = shared.runs[run].config.drop_zero_variance
+    closing = closing_of(shared.runs[run].config)
 
     def mutation(connection: Connection) -> Closed:
         closed = Closed()
-        rewards.close_groups(connection, group_ids, drop, closed)
+        rewards.close_groups(connection, group_ids, closing, closed)
         return closed
 
     shared.publish(run, await shared.write_patiently(mutation))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from .records import (
@@ -58,6 +59,11 @@ def canonical(outcome: Outcome) -> str:
     """Return a text that is equal for equal outcomes and only for them; floats keep all their digits."""
     components = sorted(outcome.components.items())
     return json.dumps([outcome.kind, outcome.values, outcome.detail, components], separators=(",", ":"))
+
+
+def values_of(body: str) -> tuple[float, ...]:
+    """Return the values in an outcome's canonical text."""
+    return tuple(json.loads(body)[1])
 
 
 def receipt_of(kind: OutcomeKind) -> ReceiptState:
@@ -131,13 +137,21 @@ def _value_problems(path: str, outcome: Outcome, known: KnownRollout) -> list[Pr
         if text := _reward_problem(value):
             place = field if outcome.kind is OutcomeKind.REWARD else f"{field}.values[{position}]"
             problems.append((place, text))
-    # Training uses the sum.
-    if not problems and len(outcome.values) > 1 and (text := _reward_problem(outcome.reward)):
-        problems.append((field, f"the sum of its values {text}"))
+    if not problems and len(outcome.values) > 1:
+        problems.extend((field, text) for text in _sum_problems(outcome.values))
     for name, value in outcome.components.items():
         if not math.isfinite(value):
             problems.append((f"{path}.components[{name}]", f"must be finite, got {value}; leave it out"))
     return problems
+
+
+def _sum_problems(values: Sequence[float]) -> Iterator[str]:
+    """A token's advantage is made of the sum of the rewards after it."""
+    for begin, left in zip(range(len(values) - 1, -1, -1), itertools.accumulate(reversed(values)), strict=True):
+        if text := _reward_problem(left):
+            where = f" from values[{begin}] on" if begin else ""
+            yield f"the sum of its values{where} {text}"
+            return
 
 
 def _reward_problem(value: float) -> str:

@@ -8,13 +8,10 @@ from collections.abc import Iterator, Sequence
 from .errors import Violation
 from .options import LearnerOptions
 from .records import NoiseRecord, RunConfig
-from .trainer import aqn
-from .trainer.advantages import ADVANTAGES
+from .trainer import algorithm, aqn
 from .trainer.messages import AlgorithmConfig, AqnConfig, LoraShape, OptimizerConfig, TrainerConfig
 
-# Names of `objectives.AGGREGATIONS`, which this process cannot import: that module needs torch.
-AGGREGATIONS = ("sequence_mean", "token_mean")
-_LEAVE = "leave it unset for the default"
+_LEAVE = algorithm.LEAVE
 _SCHEDULES = {"none": "reaches_end", "exponential": "reaches_end", "exponential_paper": "paper"}
 # bf16: both sides round their activations. Correct servers differed by 0.02 to 0.04 on average and by up to 0.21 on the
 # 20 tokens of two probes (SmolLM2, H200; tokens sampled under noise are improbable without it, and differ most).
@@ -34,14 +31,7 @@ def trainer_config(config: RunConfig, options: LearnerOptions) -> TrainerConfig:
         dtype=options.dtype,
         device=options.device,
         lora=LoraShape(config.lora_rank, config.lora_alpha, config.target_modules, config.seed),
-        algorithm=AlgorithmConfig(
-            advantage=config.advantage,
-            aggregation=config.aggregation,
-            clip_low=config.clip_low,
-            clip_high=config.clip_high,
-            kl_coef=config.kl_coef,
-            tis_cap=config.tis_cap or None,
-        ),
+        algorithm=algorithm_config(config),
         optimizer=OptimizerConfig(
             lr=config.learning_rate,
             beta1=config.beta1,
@@ -56,6 +46,11 @@ def trainer_config(config: RunConfig, options: LearnerOptions) -> TrainerConfig:
         cache_dequantized=options.cache_dequantized,
         activation_checkpointing=options.activation_checkpointing,
     )
+
+
+def algorithm_config(config: RunConfig) -> AlgorithmConfig:
+    """Return the objective of a run, whose fields have the same names there."""
+    return AlgorithmConfig(**{field: getattr(config, field) for field in AlgorithmConfig.__struct_fields__})
 
 
 def noise_config(config: RunConfig) -> AqnConfig:
@@ -88,21 +83,29 @@ def check_run_config(config: RunConfig) -> list[Violation]:
 
 
 def _problems(config: RunConfig) -> Iterator[tuple[str, str]]:
-    yield from _unknown_names(config)
+    yield from _algorithm(config)
+    if config.noise_schedule not in _SCHEDULES:
+        known = ", ".join(sorted(_SCHEDULES))
+        yield "noise.schedule", f"must be one of {known}, got {config.noise_schedule!r}; this version has no other"
     yield from _modules(config.target_modules)
     yield from _numbers(config)
     if config.noise_schedule in _SCHEDULES:
         yield from _noise(config)
 
 
-def _unknown_names(config: RunConfig) -> Iterator[tuple[str, str]]:
-    for field, value, known in (
-        ("algorithm.advantage", config.advantage, sorted(ADVANTAGES)),
-        ("algorithm.aggregation", config.aggregation, sorted(AGGREGATIONS)),
-        ("noise.schedule", config.noise_schedule, sorted(_SCHEDULES)),
-    ):
-        if value not in known:
-            yield field, f"must be one of {', '.join(known)}, got {value!r}; this version has no other"
+def _algorithm(config: RunConfig) -> Iterator[tuple[str, str]]:
+    yield from ((f"algorithm.{field}", text) for field, text in algorithm.problems(algorithm_config(config)))
+    if config.mini_batches > config.groups_per_step:
+        text = f"must be at most groups_per_step = {config.groups_per_step}, got {config.mini_batches}"
+        yield "algorithm.mini_batches", f"{text}; a group is not split: lower it or raise groups_per_step"
+    if config.group_size != 1:
+        return
+    if config.advantage != "batch_norm":
+        text = f"must be at least 2 with {config.advantage}, got 1"
+        yield "group_size", f"{text}; a group of one has no baseline: raise it or use ADVANTAGE_ESTIMATOR_BATCH_NORM"
+    elif config.drop_zero_variance:
+        text = "must be false with group_size 1, got true"
+        yield "drop_zero_variance", f"{text}; every group of one would be dropped: set it to false"
 
 
 def _modules(names: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -119,16 +122,12 @@ def _numbers(config: RunConfig) -> Iterator[tuple[str, str]]:
         ("lora.rank", config.lora_rank, 1, 512),
         ("lora.alpha", config.lora_alpha, 1e-3, 1e5),
         ("temperature", config.temperature, *TEMPERATURES),
-        ("group_size", config.group_size, 2, 1024),
+        ("group_size", config.group_size, 1, 1024),
         ("groups_per_step", config.groups_per_step, 1, 4096),
         ("max_tokens", config.max_tokens, 1, 1 << 20),
         ("max_lag", config.max_lag, 0, 64),
         ("schedule_steps", config.schedule_steps, 1, 1 << 31),
         ("max_steps", config.max_steps, 0, 1 << 31),
-        ("algorithm.clip_low", config.clip_low, 0, 1),
-        ("algorithm.clip_high", config.clip_high, 0, 100),
-        ("algorithm.kl_coef", config.kl_coef, 0, 100),
-        ("algorithm.tis_cap", config.tis_cap, 0, 1e6),
         ("optimizer.beta1", config.beta1, 0, 1 - 1e-9),
         ("optimizer.beta2", config.beta2, 0, 1 - 1e-9),
         ("optimizer.learning_rate", config.learning_rate, 0, 1),

@@ -17,6 +17,7 @@ from sqlalchemy import Connection
 
 from .errors import NotFoundError
 from .feeds import GroupFeed
+from .groups import closing_of
 from .records import FinishReason, GroupOpened, NoiseRecord, RolloutState, RunState, SamplingSpec, SpanRecord
 from .replicas import NewTokens, Replica, ReplicaLostError
 from .shared import Shared
@@ -205,7 +206,7 @@ class Sampler:
         def mutation(connection: Connection) -> Closed:
             closed = Closed()
             if stored.store_sampled(connection, sampled):
-                close_groups(connection, [group.group.group_id], pulse.config.drop_zero_variance, closed)
+                close_groups(connection, [group.group.group_id], closing_of(pulse.config), closed)
             return closed
 
         closed = await self._shared.write_patiently(mutation)

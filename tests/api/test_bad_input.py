@@ -168,11 +168,11 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": run_pb2.Optimizer(beta1=1.0)}, "config.optimizer.beta1"),
     ({"algorithm": run_pb2.Algorithm(clip_low=-0.1)}, "config.algorithm.clip_low"),
     ({"algorithm": run_pb2.Algorithm(advantage=99)}, "config.algorithm.advantage"),  # type: ignore[arg-type]
-    (
-        {"algorithm": run_pb2.Algorithm(advantage=run_pb2.ADVANTAGE_ESTIMATOR_LEAVE_ONE_OUT)},
-        "config.algorithm.advantage",
-    ),
-    ({"algorithm": run_pb2.Algorithm(aggregation=run_pb2.LOSS_AGGREGATION_CONSTANT)}, "config.algorithm.aggregation"),
+    ({"algorithm": run_pb2.Algorithm(preset=99)}, "config.algorithm.preset"),  # type: ignore[arg-type]
+    ({"algorithm": run_pb2.Algorithm(clip_low=0.3)}, "config.algorithm.clip_low"),  # above clip_high's default
+    ({"algorithm": run_pb2.Algorithm(mini_batches=5)}, "config.algorithm.mini_batches"),
+    ({"algorithm": run_pb2.Algorithm(old_policy=run_pb2.OLD_POLICY_BEHAVIOUR)}, "config.algorithm.old_policy"),
+    ({"group_size": 1}, "config.group_size"),
     ({"seed": 2**64 - 1}, "config.seed"),
     ({"reward_deadline": Duration(seconds=-1)}, "config.reward_deadline"),
 ]

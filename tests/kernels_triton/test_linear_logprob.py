@@ -39,18 +39,23 @@ def test_logprobs_and_gradients_against_autograd(head: Head, device: str, monkey
     hidden = torch.randn(10, 24).to(device).requires_grad_()
     rows, targets = torch.randint(0, 10, (23,)), torch.randint(0, 300, (23,))
     used = Head(weight.to(device), head.temperature, head.softcap)
-    logprobs, entropy = pair_logprobs(hidden, used, rows.to(device), targets.to(device))
-    (logprobs * torch.arange(23, device=device)).sum().backward()
+    logprobs, entropy = pair_logprobs(hidden, used, rows.to(device), targets.to(device), entropy_gradient=True)
+    (logprobs * torch.arange(23, device=device)).sum().backward(retain_graph=True)
 
     plain = hidden.detach().cpu().double().requires_grad_()
     logits = head.logits(plain @ weight.double().T)
     table = logits.log_softmax(1)
-    (table[rows, targets] * torch.arange(23)).sum().backward()
+    (table[rows, targets] * torch.arange(23)).sum().backward(retain_graph=True)
     torch.testing.assert_close(logprobs.detach().cpu().double(), table[rows, targets].detach(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(entropy.cpu().double(), -(table.exp() * table).sum(1).detach(), rtol=1e-5, atol=1e-5)
+    shares = -(table.exp() * table).sum(1)
+    torch.testing.assert_close(entropy.detach().cpu().double(), shares.detach(), rtol=1e-5, atol=1e-5)
     assert hidden.grad is not None
     assert plain.grad is not None
     torch.testing.assert_close(hidden.grad.cpu().double(), plain.grad, rtol=1e-4, atol=1e-4)
+
+    (slope,) = torch.autograd.grad((entropy * torch.arange(10, device=device)).sum(), hidden)
+    (expected,) = torch.autograd.grad((shares * torch.arange(10)).sum(), plain)
+    torch.testing.assert_close(slope.cpu().double(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_logits_must_be_rows_of_float32(device: str) -> None:

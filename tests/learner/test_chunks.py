@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from qerld_learner.core import Learner
+from qerld_learner.groups import Closing
 from qerld_learner.records import GroupState
 from qerld_learner.store import rewards, rollouts, runs, steps
 from qerld_learner.store.chunks import chunks
@@ -32,7 +33,7 @@ async def test_one_id_is_found_among_many(learner: Learner, place: int) -> None:
         assert set(rollouts.find_receipts(connection, ids, "another run")) == set()
         assert set(rollouts.find_rollouts(connection, ids)) == {group.rollout_ids[0]}
         assert [len(members) for members in rewards.members_of(connection, groups).values()] == [4]
-        rewards.close_groups(connection, groups, True, rewards.Closed())
+        rewards.close_groups(connection, groups, Closing(), rewards.Closed())
         steps._set_groups(connection, groups, GroupState.READY)
         runs.forget_folders(connection, run, list(range(1, MANY)))
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from qerld_learner import batches
+from qerld_learner.groups import Closing
 from qerld_learner.records import (
     FinishReason,
     GroupState,
@@ -123,7 +124,7 @@ def sampled_and_rewarded(connection: Connection, live: int) -> None:
         sampled = Sampled(f"{group_id}-{index}", (3,), (-1.0,), (span,), FinishReason.STOP)
         stored.store_sampled(connection, sampled)
     said = [reward(f"{group_id}-{index}", float(index)) for index in (0, 1)]
-    rewards.submit(connection, RUN, group_id, "h", said, True)
+    rewards.submit(connection, RUN, group_id, "h", said, Closing())
 
 
 def step(live: int) -> dict[str, Work]:

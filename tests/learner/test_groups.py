@@ -8,9 +8,20 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from qerld_learner.groups import Member, Verdict, lag, receipts_on, rewards_of, verdict, would_be_advantages
+from qerld_learner.groups import (
+    Closing,
+    Member,
+    Verdict,
+    closing_of,
+    lag,
+    least_group,
+    receipts_on,
+    rewards_of,
+    verdict,
+    would_be_advantages,
+)
 from qerld_learner.outcomes import MAX_REWARD, KnownRollout, canonical, judge_all
-from qerld_learner.records import Answer, GroupState, Outcome, OutcomeKind, ReceiptState, RolloutState
+from qerld_learner.records import Answer, GroupState, Outcome, OutcomeKind, ReceiptState, RolloutState, RunConfig
 
 REWARD = OutcomeKind.REWARD
 
@@ -35,7 +46,7 @@ GROUPS = st.lists(SAID, min_size=2, max_size=8).map(lambda said: [member(i, s) f
 def test_verdict_and_receipts_hold_together(
     members: list[Member], deadline: float | None, now: float, drop: bool
 ) -> None:
-    judged = verdict(members, deadline=deadline, now=now, drop_zero_variance=drop)
+    judged = verdict(members, deadline=deadline, now=now, closing=Closing(drop))
     rewards = rewards_of(members)
     complete = all(m.resolved for m in members)
     expired = deadline is not None and now >= deadline
@@ -63,17 +74,44 @@ def test_verdict_and_receipts_hold_together(
 def test_an_error_is_never_a_zero() -> None:
     members = [member(0, 0.0), member(1, "error"), member(2, "failed"), member(3, 1.0)]
     assert rewards_of(members) == [0.0, 1.0]
-    assert verdict(members, deadline=None, now=0, drop_zero_variance=True) is Verdict.READY
+    assert verdict(members, deadline=None, now=0, closing=Closing()) is Verdict.READY
     one = [member(0, 1.0), member(1, "error")]
-    assert verdict(one, deadline=None, now=0, drop_zero_variance=True) is Verdict.EXPIRED
+    assert verdict(one, deadline=None, now=0, closing=Closing()) is Verdict.EXPIRED
 
 
 @given(st.dictionaries(st.text("ab", min_size=1), st.floats(-100, 100), max_size=8))
 def test_would_be_advantages_are_finite_and_centred(rewards: dict[str, float]) -> None:
-    found = would_be_advantages("group_norm", rewards)
+    found = would_be_advantages(RunConfig(), rewards)
     assert (found == {}) == (len(rewards) < 2)
     assert all(math.isfinite(value) for value in found.values())
     assert sum(found.values()) == pytest.approx(0, abs=1e-6)
+
+
+def test_a_group_of_equal_sums_has_a_signal_in_its_turns() -> None:
+    def turns(index: int, *values: float) -> Member:
+        return Member(f"r{index}", RolloutState.FINISHED, OutcomeKind.TURN_REWARDS, sum(values), values)
+
+    early, late = turns(0, 1.0, 0.0), turns(1, 0.0, 1.0)
+    assert verdict([early, late], deadline=None, now=0, closing=Closing()) is Verdict.READY
+    equal = [turns(0, 1.0, 1.0), turns(1, 1.0, 1.0)]
+    assert verdict(equal, deadline=None, now=0, closing=Closing()) is Verdict.ZERO_VARIANCE
+
+
+def test_a_group_of_one_is_ready_only_where_the_batch_is_the_baseline() -> None:
+    one = [member(0, 1.0)]
+    batch = RunConfig(advantage="batch_norm", drop_zero_variance=False)
+    assert verdict(one, deadline=None, now=0, closing=closing_of(batch)) is Verdict.READY
+    assert verdict(one, deadline=None, now=0, closing=closing_of(RunConfig())) is Verdict.EXPIRED
+    assert (least_group(batch), least_group(RunConfig())) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [RunConfig(advantage="batch_norm"), RunConfig(overlong="penalty"), RunConfig(kl_in="reward", kl_coef=0.1)],
+    ids=["batch", "overlong", "kl"],
+)
+def test_advantages_that_more_than_the_rewards_decide_are_not_foretold(config: RunConfig) -> None:
+    assert would_be_advantages(config, {"a": 0.0, "b": 1.0}) == {}
 
 
 @given(st.integers(0, 100), st.integers(0, 100))
@@ -115,6 +153,10 @@ def test_values_that_are_too_large_together_are_rejected() -> None:
     assert answer is Answer.REJECTED
     assert "sum" in problems[0][1]
     assert judge(Outcome("r", OutcomeKind.TURN_REWARDS, (MAX_REWARD, -MAX_REWARD)), known()) == (Answer.ACCEPTED, [])
+    fading = (-MAX_REWARD, 0.6 * MAX_REWARD, 0.6 * MAX_REWARD)  # what the second token is credited with is the most
+    answer, problems = judge(Outcome("r", OutcomeKind.TOKEN_REWARDS, fading), known())
+    assert answer is Answer.REJECTED
+    assert "the sum of its values from values[1] on" in problems[0][1]
 
 
 @pytest.mark.parametrize(

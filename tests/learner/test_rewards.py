@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,43 @@ async def test_receipts_follow_a_rollout_and_sum_up(learner: Learner) -> None:
     # The error did not enter as a zero: with rewards 1 and 0 alone the advantages are ±1/√2.
     own = await learner.receipt(first.rollout_ids[0])
     assert own.advantage == pytest.approx(2**-0.5, rel=1e-4)
+
+
+async def test_rewards_by_turn_and_token_train_their_own_tokens(learner: Learner) -> None:
+    """The receipt's advantage is the mean over the rollout's tokens; equal sums are no reason to drop a group."""
+    run = await new_run(learner, groups_per_step=1, advantage="mean_only")
+    group = await imported(learner, run, 2)
+    early = Outcome(group.rollout_ids[0], OutcomeKind.TOKEN_REWARDS, (1.0, 0.0, 0.0))
+    late = Outcome(group.rollout_ids[1], OutcomeKind.TOKEN_REWARDS, (0.0, 0.0, 1.0))
+    checked = await learner.check_outcomes(run, [early, late])
+    assert [item.advantage for item in checked] == [None, None]
+    await learner.submit_outcomes(run, new_id(), "h", [early, late])
+    await until_staged(learner, run)
+    first, second = [await learner.receipt(rollout_id) for rollout_id in group.rollout_ids]
+    # Rewards less their mean 1/3; at each token the sum of those to come.
+    assert first.advantage == pytest.approx((0 + -2 / 3 + -1 / 3) / 3)
+    assert second.advantage == pytest.approx((0 + 1 / 3 + 2 / 3) / 3)
+
+
+async def test_rollouts_cut_off_are_filtered_where_the_run_says_so(learner: Learner) -> None:
+    run = await new_run(learner, groups_per_step=1, overlong="filter")
+    trajectories = [replace(trajectory(11), finish_reason=FinishReason.LENGTH), trajectory(12), trajectory(13)]
+    group = await learner.import_group(run, new_id(), "h", prompt(3), trajectories)
+    await reward_all(learner, group, [1.0, 0.0, 1.0])
+    await until_staged(learner, run)
+    filtered, trained = ReceiptState.DROPPED_FILTERED, ReceiptState.TRAINED
+    assert await states(learner, group.rollout_ids) == [filtered, trained, trained]
+
+
+async def test_a_group_of_one_trains_against_its_batch(learner: Learner) -> None:
+    run = await new_run(learner, advantage="batch_norm", group_size=1, drop_zero_variance=False)
+    groups = [await imported(learner, run, 1) for _ in range(2)]
+    for group, value in zip(groups, (0.0, 1.0), strict=True):
+        await reward_all(learner, group, [value])
+    await until_staged(learner, run)
+    receipts = [await learner.receipt(group.rollout_ids[0]) for group in groups]
+    assert [receipt.state for receipt in receipts] == [ReceiptState.TRAINED] * 2
+    assert [receipt.advantage for receipt in receipts] == pytest.approx([-1.0, 1.0], rel=1e-4)
 
 
 async def test_a_request_id_is_one_request(learner: Learner) -> None:

@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 from qerld_learner.batches import BatchData, report_metrics
 from qerld_learner.core import Learner
-from qerld_learner.groups import Verdict
+from qerld_learner.groups import Closing, Member, Verdict
 from qerld_learner.promotion import fitting
 from qerld_learner.records import (
     AdapterStatus,
     Answer,
     GroupState,
     NoiseRecord,
+    OutcomeKind,
     ReceiptState,
     ReplicaHello,
     ReplicaReport,
@@ -120,7 +121,7 @@ async def test_a_group_beyond_the_lag_is_dropped_as_stale(tmp_path: Path) -> Non
         await store.write(lambda c: next_live(c, 1))
         within = await store.write(lambda c: sampled_group(c, 1))
         first = [reward(old[0], 1.0)]
-        await store.write(lambda c: rewards.submit(c, "r", "1", "h", first, True))
+        await store.write(lambda c: rewards.submit(c, "r", "1", "h", first, Closing()))
         assert await store.write(form_batch) == (None, Closed())  # a lag of 1 is within the limit
         await store.write(lambda c: next_live(c, 2))
         batch, closed = await store.write(form_batch)
@@ -133,11 +134,13 @@ async def test_a_group_beyond_the_lag_is_dropped_as_stale(tmp_path: Path) -> Non
         assert [receipts[i].state for i in old] == [ReceiptState.DROPPED_STALE] * 2
         assert [receipts[i].state for i in within] == [ReceiptState.PENDING] * 2
         # Stale is a receipt, not an error: a reward that comes too late is taken, and changes nothing.
-        late, closed, _ = await store.write(lambda c: rewards.submit(c, "r", "2", "h", [reward(old[1], 0.0)], True))
+        late, closed, _ = await store.write(
+            lambda c: rewards.submit(c, "r", "2", "h", [reward(old[1], 0.0)], Closing())
+        )
         assert [answer.answer for answer in late] == [Answer.ACCEPTED]
         assert closed == Closed()
         both = [reward(within[0], 1.0), reward(within[1], 0.0)]
-        await store.write(lambda c: rewards.submit(c, "r", "3", "h", both, True))
+        await store.write(lambda c: rewards.submit(c, "r", "3", "h", both, Closing()))
         batch, _ = await store.write(form_batch)
         assert batch is not None
         assert (batch.parent, batch.version, batch.step) == (2, 3, 3)
@@ -148,6 +151,9 @@ async def test_a_group_beyond_the_lag_is_dropped_as_stale(tmp_path: Path) -> Non
         store.close()
 
 
+SAID = Member("i", RolloutState.FINISHED, OutcomeKind.REWARD, 1.0)
+
+
 def test_the_zero_variance_share_counts_the_groups_that_were_dropped() -> None:
     """Three dropped before the batch, and one of its two groups equal where the run keeps such groups."""
     batch = steps.Batch("r", 1, 0, 1, 0, ("a", "b"))
@@ -155,7 +161,7 @@ def test_the_zero_variance_share_counts_the_groups_that_were_dropped() -> None:
         "i", "g", "r", 0, (1,), (2,), (-1.0,), (SpanRecord(0, 1, 0, NoiseRecord()),), None, "",
         RolloutState.FINISHED, {}, None, None,
     )  # fmt: skip
-    data = BatchData(batch, ((rollout,), (rollout,)), {"i": 1.0}, "")
+    data = BatchData(batch, ((rollout,), (rollout,)), {"i": SAID}, "")
     trained = {"mismatch_kl_k3": 0.0, "zero_variance_share": 0.5}
     assert report_metrics(data, trained, 0.0, 3, 1.0)["zero_variance_share"] == 4 / 5
     assert report_metrics(data, trained | {"zero_variance_share": 0.0}, 0.0, 0, 1.0)["zero_variance_share"] == 0
@@ -172,7 +178,7 @@ def test_lag_is_the_learner_version_minus_the_version_that_made_a_span(
         "i", "g", "r", 0, (1,), (2, 3, 4), (-1.0, -1.0, 0.0), (*spans, tool), None, "", RolloutState.FINISHED, {}, None,
         None,
     )  # fmt: skip
-    data = BatchData(steps.Batch("r", 5, 4, 3, 0, ("g",)), ((rollout,),), {"i": 1.0}, "")
+    data = BatchData(steps.Batch("r", 5, 4, 3, 0, ("g",)), ((rollout,),), {"i": SAID}, "")
     found = report_metrics(data, {"mismatch_kl_k3": 0.0, "zero_variance_share": 0.0}, 0.0, 0, 1.0)
     assert (found["lag_mean"], found["lag_max"]) == (mean, largest)
 

@@ -82,13 +82,18 @@ def test_pair_logprobs_equal_autograd(
     logits = softcap * torch.tanh(logits / softcap) if softcap else logits
     full = torch.log_softmax(logits / temperature, dim=-1)
     expected, upstream = full[rows, targets], torch.randn(7).double()
-    (wanted,) = torch.autograd.grad((expected * upstream).sum(), hidden)
+    (wanted,) = torch.autograd.grad((expected * upstream).sum(), hidden, retain_graph=True)
     found, entropy = pair_logprobs(hidden, Head(weight, temperature, softcap), rows, targets)
     (gradient,) = torch.autograd.grad((found * upstream).sum(), hidden)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropy.double(), -(full.exp() * full).sum(-1).detach(), rtol=1e-5, atol=1e-5)
     assert not entropy.requires_grad
+    again, entropy = pair_logprobs(hidden, Head(weight, temperature, softcap), rows, targets, entropy_gradient=True)
+    both, shares = torch.randn(8).double(), -(full.exp() * full).sum(-1)
+    (wanted,) = torch.autograd.grad((expected * upstream).sum() + (shares * both).sum(), hidden)
+    (gradient,) = torch.autograd.grad((again * upstream).sum() + (entropy * both).sum(), hidden)
+    torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 1.7])

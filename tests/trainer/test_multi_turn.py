@@ -15,6 +15,7 @@ import pytest
 import torch
 from qerld_learner.trainer import lora, step
 from qerld_learner.trainer.advantages import advantages_of
+from qerld_learner.trainer.batch import plan_updates
 from qerld_learner.trainer.messages import (
     AlgorithmConfig,
     Event,
@@ -39,7 +40,9 @@ TURNS = ([3, 4, 2], [2, 3], [1, 2, 2, 3], [4])  # lengths; the policy and the en
 PROMPT = [5, 6, 7]
 ALGORITHMS = {
     "grpo_kl": AlgorithmConfig(kl_coef=0.2, clip_low=0.2, clip_high=0.28),
-    "dapo_tis": AlgorithmConfig(aggregation="token_mean", tis_cap=1.5),
+    "dapo_tis": AlgorithmConfig(
+        aggregation="token_mean", old_policy="trainer", correction="token_truncate", tis_cap=1.5
+    ),
     "mean_only": AlgorithmConfig(advantage="mean_only", aggregation="token_mean", clip_low=0.1, clip_high=0.3),
 }
 
@@ -78,7 +81,7 @@ def adapted(config: TrainerConfig) -> tuple[BaseModel, dict[str, torch.nn.Parame
 
 def token_derivative(config: AlgorithmConfig, pi: float, mu: float, ref: float, a: float) -> tuple[float, float]:
     """Loss of one token and its derivative by π's log-probability, without the weight."""
-    if config.tis_cap is None:
+    if config.correction == "none":
         ratio, correction = math.exp(pi - mu), 1.0
     else:
         ratio, correction = 1.0, min(math.exp(pi - mu), config.tis_cap)
@@ -121,10 +124,11 @@ def test_loss_and_gradients_are_those_of_each_rollout_alone(config: TrainerConfi
     expected_loss, expected = reference_step(model, masters, config, group)
     for master in masters.values():
         master.grad = None
-    batch, tally = step.make_batch([group], config.algorithm, model.vocab_size), step.Tally()
-    for tree in pack(batch.sequences, budget):
-        step.micro_batch(model, config, batch, tree, tally, step.Clock(), learn=True)
-    assert tally.loss == pytest.approx(expected_loss, abs=1e-5)
+    work = step.begin(model, config, [group], lambda *_: None)
+    (update,) = plan_updates(work.batch, config.algorithm)
+    for tree in pack(work.batch.sequences, budget):
+        step.micro_batch(work, update, tree, learn=True)
+    assert work.told.loss == pytest.approx(expected_loss, abs=1e-5)
     assert max(float(gradient.abs().max()) for gradient in expected.values()) > 1e-3
     for key, gradient in expected.items():
         grad = masters[key].grad

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from qerld_learner.trainer import lora, step
+from qerld_learner.trainer.algorithm import NAMES
+from qerld_learner.trainer.batch import plan_updates
 from qerld_learner.trainer.messages import (
     AlgorithmConfig,
     Event,
@@ -61,23 +63,38 @@ def gradients(config: TrainerConfig, groups: list[Group], trees_of: str, *, weig
     masters = lora.attach(model.causal, config.lora)
     torch.manual_seed(5)
     step.load_weights(masters, {name: torch.randn(master.shape) / 8 for name, master in masters.items()})
-    batch = step.make_batch(groups, config.algorithm, model.vocab_size)
-    batch = replace(batch, weights=batch.weights * weight)
+    work = step.begin(model, config, groups, lambda *_: None)
+    (update,) = plan_updates(work.batch, config.algorithm)
+    update = replace(update, weights=update.weights * weight)
     budget = {"tree": 10**6, "micro": 20}.get(trees_of, 1)
-    trees = pack(batch.sequences, budget, share=trees_of != "plain")
-    assert len(trees) == {"tree": 1, "plain": len(batch.sequences)}.get(trees_of, len(trees))
-    tally = step.Tally()
+    trees = pack(work.batch.sequences, budget, share=trees_of != "plain")
+    assert len(trees) == {"tree": 1, "plain": len(work.batch.sequences)}.get(trees_of, len(trees))
     for tree in trees:
-        step.micro_batch(model, config, batch, tree, tally, step.Clock(), learn=True)
-    step.unscale(masters, step.loss_scale(model.dtype, batch))
+        step.micro_batch(work, update, tree, learn=True)
+    step.unscale(masters, step.loss_scale(model.dtype, update))
     return {name: master.grad.clone() for name, master in masters.items() if master.grad is not None}
 
 
-@pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean"])
+WIDE = {"clip_low": 0.9, "clip_high": 9.0}
+ALGORITHMS = {
+    "sequence_mean": AlgorithmConfig(kl_coef=0.1, **WIDE),
+    "token_mean": AlgorithmConfig(aggregation="token_mean", kl_coef=0.1, **WIDE),
+    "constant": AlgorithmConfig(aggregation="constant", loss_divisor=5.0, kl_coef=0.1, kl_estimator="k2", **WIDE),
+    "sequence_ratio": AlgorithmConfig(ratio="sequence", **WIDE),
+    "entropy": AlgorithmConfig(aggregation="token_mean", entropy_coef=0.3, **WIDE),
+    "kl_in_reward": AlgorithmConfig(advantage="batch_norm", kl_coef=0.1, kl_in="reward", kl_estimator="k1", **WIDE),
+    **{
+        name: AlgorithmConfig(old_policy="trainer", correction=name, mask_low=0.01, mask_high=9.0, tis_cap=1.5)
+        for name in NAMES["correction"]
+    },
+}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("packing", ["plain", "micro"])
-def test_gradients_do_not_depend_on_the_packing(config: TrainerConfig, packing: str, aggregation: str) -> None:
-    algorithm = AlgorithmConfig(aggregation=aggregation, kl_coef=0.1, clip_low=0.9, clip_high=9.0)
-    config = msgspec.structs.replace(config, algorithm=algorithm)
+def test_gradients_do_not_depend_on_the_packing(config: TrainerConfig, packing: str, name: str) -> None:
+    """Accumulated over micro-batches of any make-up they are the whole batch's: token counts, rollouts, sums within."""
+    config = msgspec.structs.replace(config, algorithm=ALGORITHMS[name])
     tree, other = (gradients(config, make_groups(2), name) for name in ("tree", packing))
     assert max(float(g.abs().max()) for g in tree.values()) > 1e-3
     for name, gradient in tree.items():

@@ -16,6 +16,35 @@ from qerld_learner import records
 from qerld_learner.leases import Lease
 from qerld_learner.replicas import ReplicaInfo
 
+# Fields of `qerld.v1.Algorithm`, named as in `RunConfig`: enums with the prefix of their values, and numbers.
+ALGORITHM: dict[str, tuple[Any, str]] = {
+    "preset": (run_pb2.AlgorithmPreset, "ALGORITHM_PRESET"),
+    "advantage": (run_pb2.AdvantageEstimator, "ADVANTAGE_ESTIMATOR"),
+    "ratio": (run_pb2.ImportanceRatio, "IMPORTANCE_RATIO"),
+    "old_policy": (run_pb2.OldPolicy, "OLD_POLICY"),
+    "clip": (run_pb2.LossClip, "LOSS_CLIP"),
+    "aggregation": (run_pb2.LossAggregation, "LOSS_AGGREGATION"),
+    "kl_estimator": (run_pb2.KlEstimator, "KL_ESTIMATOR"),
+    "kl_in": (run_pb2.KlPlacement, "KL_PLACEMENT"),
+    "overlong": (run_pb2.Overlong, "OVERLONG"),
+    "correction": (run_pb2.MismatchCorrection, "MISMATCH_CORRECTION"),
+}
+ALGORITHM_NUMBERS = (
+    "clip_low",
+    "clip_high",
+    "dual_clip",
+    "loss_divisor",
+    "kl_coef",
+    "entropy_coef",
+    "overlong_buffer",
+    "overlong_penalty",
+    "tis_cap",
+    "mask_low",
+    "mask_high",
+    "epochs",
+    "mini_batches",
+)
+
 
 def to_enum(wrapper: Any, prefix: str, value: StrEnum | str) -> Any:
     """Return the wire number of `value` in the enum `wrapper`, whose names begin with `prefix`."""
@@ -195,14 +224,9 @@ def run_config(config: records.RunConfig) -> run_pb2.RunConfig:
 
 
 def _algorithm(config: records.RunConfig) -> run_pb2.Algorithm:
-    return run_pb2.Algorithm(
-        advantage=to_enum(run_pb2.AdvantageEstimator, "ADVANTAGE_ESTIMATOR", config.advantage),
-        aggregation=to_enum(run_pb2.LossAggregation, "LOSS_AGGREGATION", config.aggregation),
-        clip_low=config.clip_low,
-        clip_high=config.clip_high,
-        kl_coef=config.kl_coef,
-        tis_cap=config.tis_cap,
-    )
+    names = {field: to_enum(wrapper, prefix, getattr(config, field)) for field, (wrapper, prefix) in ALGORITHM.items()}
+    numbers = {field: getattr(config, field) for field in ALGORITHM_NUMBERS}
+    return run_pb2.Algorithm(**names, **numbers)
 
 
 def _adaptive_noise(config: records.RunConfig) -> run_pb2.AdaptiveNoise:

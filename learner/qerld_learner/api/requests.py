@@ -16,6 +16,7 @@ from qerld.v1 import common_pb2, replica_pb2, reward_pb2, rollout_pb2
 from qerld_learner import records
 from qerld_learner.api.checks import MAX_GROUP_SIZE, MAX_LABEL_KEY, MAX_ROLLOUT_ID, MAX_SEED, Checks
 from qerld_learner.errors import InvalidRequestError
+from qerld_learner.groups import least_group
 from qerld_learner.outcomes import MAX_OUTCOMES
 from qerld_learner.tokens import PromptTokenizer
 
@@ -100,9 +101,9 @@ def _tokenise(checks: Checks, prompt: common_pb2.Prompt, tokenizer: PromptTokeni
 def group_size(checks: Checks, message: Any, config: records.RunConfig, field: str) -> int:
     """Return the group size of a request, or the run's when it is unset."""
     size: int = message.group_size if message.HasField("group_size") else config.group_size
-    if not 2 <= size <= MAX_GROUP_SIZE:
+    if not least_group(config) <= size <= MAX_GROUP_SIZE:
         way_out = "advantages are relative to the group; leave it unset for the run's"
-        checks.add(field, f"must be from 2 to {MAX_GROUP_SIZE}, got {size}; {way_out}")
+        checks.add(field, f"must be from {least_group(config)} to {MAX_GROUP_SIZE}, got {size}; {way_out}")
     return size
 
 

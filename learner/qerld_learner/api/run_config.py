@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from qerld.v1 import run_pb2
 
 from qerld_learner.api.checks import MAX_SEED, Checks
+from qerld_learner.api.convert import ALGORITHM, ALGORITHM_NUMBERS
 from qerld_learner.records import RunConfig
+from qerld_learner.trainer.algorithm import MASKS, PRESETS
 
 LEAVE = "leave it unset for the default"
 
@@ -29,13 +32,16 @@ def _or(message: Any, field: str, default: Any) -> Any:
 
 def run_config(checks: Checks, message: run_pb2.RunConfig) -> RunConfig:
     """Return the configuration with defaults; what is out of range is added to `checks` under `config.…`."""
-    base = RunConfig()
+    preset = _preset(checks, message.algorithm)
+    base = replace(RunConfig(), preset=preset, **PRESETS[preset])
     rank = message.lora.rank or base.lora_rank
     config = RunConfig(
         lora_rank=rank,
         lora_alpha=message.lora.alpha or 2.0 * rank,
         target_modules=tuple(message.lora.target_modules) or base.target_modules,
-        **_objective(checks, message, base),
+        preset=preset,
+        **_algorithm(checks, message, base),
+        **_optimizer(message.optimizer, base),
         **_noise(checks, message.noise, base),
         group_size=message.group_size or base.group_size,
         groups_per_step=message.groups_per_step or base.groups_per_step,
@@ -54,29 +60,55 @@ def run_config(checks: Checks, message: run_pb2.RunConfig) -> RunConfig:
     return config
 
 
-def _objective(checks: Checks, message: run_pb2.RunConfig, base: RunConfig) -> dict[str, Any]:
-    algorithm, optimizer = message.algorithm, message.optimizer
+def _preset(checks: Checks, message: run_pb2.Algorithm) -> str:
+    wrapper, prefix = ALGORITHM["preset"]
+    return _name(checks, wrapper, prefix, message.preset, "none", "config.algorithm.preset")
+
+
+def _algorithm(checks: Checks, message: run_pb2.RunConfig, base: RunConfig) -> dict[str, Any]:
+    """Return the algorithm's fields: those set, else the preset's, else their defaults."""
+    algorithm, longest = message.algorithm, message.max_tokens or base.max_tokens
+    divisor = base.loss_divisor if "loss_divisor" in PRESETS[base.preset] else float(longest)
+    found = {field: _given(algorithm, field, getattr(base, field)) for field in ALGORITHM_NUMBERS}
+    found |= {
+        field: _name(
+            checks, wrapper, prefix, getattr(algorithm, field), getattr(base, field), f"config.algorithm.{field}"
+        )
+        for field, (wrapper, prefix) in ALGORITHM.items()
+        if field != "preset"
+    }
+    found["loss_divisor"] = _or(algorithm, "loss_divisor", divisor)
+    found["overlong_buffer"] = algorithm.overlong_buffer or max(1, longest // 5)
+    if not algorithm.kl_estimator and "kl_estimator" not in PRESETS[base.preset]:
+        found["kl_estimator"] = "k1" if found["kl_in"] == "reward" else "k3"
+    return found | _correction(algorithm, found)
+
+
+def _correction(algorithm: run_pb2.Algorithm, found: dict[str, Any]) -> dict[str, Any]:
+    """Return what of the correction depends on other fields where it is unset."""
+    correction = found["correction"]
+    if not algorithm.correction and not found["tis_cap"]:
+        correction = "none"
+    low, high = MASKS.get(correction, (found["mask_low"], found["mask_high"]))
+    once = found["epochs"] * found["mini_batches"] == 1
+    old_policy = "behaviour" if correction == "none" and once else "trainer"
     return {
-        "advantage": _name(
-            checks,
-            run_pb2.AdvantageEstimator,
-            "ADVANTAGE_ESTIMATOR",
-            algorithm.advantage,
-            base.advantage,
-            "config.algorithm.advantage",
-        ),
-        "aggregation": _name(
-            checks,
-            run_pb2.LossAggregation,
-            "LOSS_AGGREGATION",
-            algorithm.aggregation,
-            base.aggregation,
-            "config.algorithm.aggregation",
-        ),
-        "clip_low": _or(algorithm, "clip_low", base.clip_low),
-        "clip_high": _or(algorithm, "clip_high", base.clip_high),
-        "kl_coef": algorithm.kl_coef,
-        "tis_cap": _or(algorithm, "tis_cap", base.tis_cap),
+        "correction": correction,
+        "mask_low": _or(algorithm, "mask_low", low),
+        "mask_high": _or(algorithm, "mask_high", high),
+        "old_policy": found["old_policy"] if algorithm.old_policy else old_policy,
+    }
+
+
+def _given(message: Any, field: str, default: Any) -> Any:
+    """Return a number of a message, or `default` when it is unset; 0 is unset where the field has no presence."""
+    if message.DESCRIPTOR.fields_by_name[field].has_presence:
+        return _or(message, field, default)
+    return getattr(message, field) or default
+
+
+def _optimizer(optimizer: run_pb2.Optimizer, base: RunConfig) -> dict[str, Any]:
+    return {
         "learning_rate": optimizer.learning_rate or base.learning_rate,
         "beta1": _or(optimizer, "beta1", base.beta1),
         "beta2": _or(optimizer, "beta2", base.beta2),

@@ -6,10 +6,10 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sqlalchemy import Connection, RowMapping, bindparam, insert, select, update
+from sqlalchemy import Connection, RowMapping, bindparam, case, insert, select, update
 
-from ..groups import Member, Verdict, receipts_on, verdict
-from ..outcomes import Judgement, KnownRollout, judge_all, receipt_of
+from ..groups import Closing, Member, Verdict, receipts_on, verdict
+from ..outcomes import Judgement, KnownRollout, judge_all, receipt_of, values_of
 from ..records import (
     Answer,
     GroupState,
@@ -59,8 +59,16 @@ _SET_RECEIPT = (
 _COUNT_OUTCOMES = (
     update(groups).where(groups.c.group_id == bindparam("of_id")).values(outcomes=groups.c.outcomes + bindparam("more"))
 )
+_BY_STEP = (OutcomeKind.TURN_REWARDS.value, OutcomeKind.TOKEN_REWARDS.value)
 _MEMBERS = (
-    select(rollouts.c.group_id, rollouts.c.rollout_id, rollouts.c.state, outcomes.c.kind, outcomes.c.reward)
+    select(
+        rollouts.c.group_id,
+        rollouts.c.rollout_id,
+        rollouts.c.state,
+        outcomes.c.kind,
+        outcomes.c.reward,
+        case((outcomes.c.kind.in_(_BY_STEP), outcomes.c.body)).label("body"),
+    )
     .outerjoin(outcomes, outcomes.c.rollout_id == rollouts.c.rollout_id)
     .where(rollouts.c.group_id.in_(bindparam("ids", expanding=True)))
     .order_by(rollouts.c.group_id, rollouts.c.position)
@@ -92,7 +100,7 @@ def _known(row: RowMapping) -> KnownRollout:
 
 
 def submit(
-    connection: Connection, run: str, request_id: str, body_hash: str, said: Sequence[Outcome], drop_zero_variance: bool
+    connection: Connection, run: str, request_id: str, body_hash: str, said: Sequence[Outcome], closing: Closing
 ) -> tuple[list[OutcomeAnswer], Closed, bool]:
     """Store a message of outcomes; returns the answers, what they closed, and whether it is a repeated request."""
     closed = Closed()
@@ -103,7 +111,7 @@ def submit(
         if accepted:
             _store(connection, accepted, closed)
             touched = {j.known.group_id for j in accepted if j.known is not None and not j.late}
-            close_groups(connection, touched, drop_zero_variance, closed)
+            close_groups(connection, touched, closing, closed)
         return [
             [j.outcome.rollout_id, j.answer.value, *(j.problems[0] if j.problems else ("", ""))] for j in judgements
         ]
@@ -157,7 +165,7 @@ def set_receipts(connection: Connection, states: Mapping[str, ReceiptState], clo
 
 
 def close_groups(
-    connection: Connection, group_ids: Iterable[str], drop_zero_variance: bool, closed: Closed, now: float | None = None
+    connection: Connection, group_ids: Iterable[str], closing: Closing, closed: Closed, now: float | None = None
 ) -> None:
     """Judge sampled groups and move them on: ready, or dropped with the receipts that say why."""
     now = time.time() if now is None else now
@@ -166,7 +174,7 @@ def close_groups(
     if not deadlines:
         return
     for group_id, members in members_of(connection, deadlines).items():
-        judged = verdict(members, deadline=deadlines[group_id], now=now, drop_zero_variance=drop_zero_variance)
+        judged = verdict(members, deadline=deadlines[group_id], now=now, closing=closing)
         if judged is not Verdict.WAIT:
             close_group(connection, group_id, members, judged, closed)
 
@@ -186,7 +194,9 @@ def members_of(connection: Connection, group_ids: Iterable[str]) -> dict[str, li
     members: dict[str, list[Member]] = {}
     for row in (row for ids in chunks(group_ids) for row in connection.execute(_MEMBERS, {"ids": ids})):
         kind = OutcomeKind(row.kind) if row.kind else None
-        members.setdefault(row.group_id, []).append(Member(row.rollout_id, RolloutState(row.state), kind, row.reward))
+        values = values_of(row.body) if row.body else ()
+        member = Member(row.rollout_id, RolloutState(row.state), kind, row.reward, values)
+        members.setdefault(row.group_id, []).append(member)
     return members
 
 
@@ -204,22 +214,27 @@ def overdue_groups(connection: Connection, limit: int) -> list[tuple[str, str]]:
 def dry_run(
     connection: Connection, run: str, said: Sequence[Outcome]
 ) -> tuple[list[Judgement], dict[str, dict[str, float]]]:
-    """Judge outcomes without storing them; also returns the rewards that their groups would then have."""
+    """Judge outcomes without storing them; also returns the rewards that their groups would then have.
+
+    Groups with rewards by turn or token, whose advantages differ from token to token, are left out.
+    """
     judged = judge_against_store(connection, run, said, time.time())
     touched = {one.known.group_id for one in judged if one.known is not None}
-    would_be = {group_id: dict(found) for group_id, found in stored_rewards(connection, touched).items()}
+    members = members_of(connection, touched)
+    would_be = {g: {m.rollout_id: m.reward for m in found if m.reward is not None} for g, found in members.items()}
+    by_step = {group for group, found in members.items() if any(m.values for m in found)}
     for one in judged:
         if one.answer is Answer.ACCEPTED and one.known is not None and one.outcome.values:
             would_be[one.known.group_id][one.outcome.rollout_id] = one.outcome.reward
-    return judged, would_be
+            if one.outcome.kind is not OutcomeKind.REWARD:
+                by_step.add(one.known.group_id)
+    return judged, {group: found for group, found in would_be.items() if group not in by_step}
 
 
-def stored_rewards(connection: Connection, group_ids: Iterable[str]) -> dict[str, dict[str, float]]:
-    """Return the stored rewards of groups: group id → rollout id → reward."""
-    found: dict[str, dict[str, float]] = {}
-    for group_id, members in members_of(connection, group_ids).items():
-        found[group_id] = {m.rollout_id: m.reward for m in members if m.reward is not None}
-    return found
+def rewarded_members(connection: Connection, group_ids: Iterable[str]) -> dict[str, list[Member]]:
+    """Return the members of groups that have a reward, by group id, by index."""
+    found = members_of(connection, group_ids)
+    return {group: [member for member in members if member.reward is not None] for group, members in found.items()}
 
 
 def closed_by_training(connection: Connection, rollout_ids: Sequence[str]) -> Closed:

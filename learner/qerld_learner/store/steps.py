@@ -62,6 +62,7 @@ class Trained:
     advantage: float
     ratio: float
     clipped_share: float
+    filtered: bool = False
 
 
 def open_batch(connection: Connection, run: str) -> Batch | None:
@@ -161,7 +162,7 @@ def drop_stale(connection: Connection, run: str, parent: VersionRecord, max_lag:
 
 
 _SET_TRAINED = (
-    update(rollouts).where(rollouts.c.rollout_id == bindparam("of_id")).values(receipt=ReceiptState.TRAINED.value)
+    update(rollouts).where(rollouts.c.rollout_id == bindparam("of_id")).values(receipt=bindparam("new_receipt"))
 )
 
 
@@ -206,6 +207,7 @@ def _close_batch(connection: Connection, batch: Batch, fence: int) -> None:
 def _trained_row(batch: Batch, one: Trained, now: float) -> dict[str, object]:
     return {
         "of_id": one.rollout_id,
+        "new_receipt": (ReceiptState.DROPPED_FILTERED if one.filtered else ReceiptState.TRAINED).value,
         "receipt_at": now,
         "step": batch.step,
         "version": batch.version,

@@ -29,19 +29,39 @@ class LoraShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AlgorithmConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Names in the tables of `advantages` and `objectives`.
+    """The objective; names are keys of `algorithm.NAMES` and of the tables that these stand for.
 
-    With `tis_cap` None the ratio is taken against the behaviour's log-probabilities. With a cap the ratio is taken
-    against the parent version's own ones (one update a step: they are the detached current ones) and each token's term
-    is weighted by min(π/μ, cap), truncated importance sampling.
+    The ratio is taken to `old_policy`: the behaviour, by the server's log-probabilities, or the version that the step
+    starts from, by the trainer's own. With the latter, `correction` weighs each token by a function of π_old/μ.
+
+    `loss_divisor`: of aggregation "constant", tokens a rollout. `max_tokens`, `overlong_buffer`: tokens, of overlong
+    "penalty". `tis_cap` bounds truncated weights, `mask_low` and `mask_high` masked ones. `epochs` passes over a batch
+    in `mini_batches` parts, one optimiser update each.
     """
 
     advantage: str = "group_norm"
-    aggregation: str = "sequence_mean"
+    ratio: str = "token"
+    old_policy: str = "behaviour"
+    clip: str = "ppo"
     clip_low: float = 0.2
     clip_high: float = 0.2
+    dual_clip: float = 3.0
+    aggregation: str = "sequence_mean"
+    loss_divisor: float = 256.0
     kl_coef: float = 0.0
-    tis_cap: float | None = None
+    kl_estimator: str = "k3"
+    kl_in: str = "loss"
+    entropy_coef: float = 0.0
+    overlong: str = "keep"
+    overlong_buffer: int = 51
+    overlong_penalty: float = 1.0
+    max_tokens: int = 256
+    correction: str = "none"
+    tis_cap: float = 2.0
+    mask_low: float = 0.5
+    mask_high: float = 5.0
+    epochs: int = 1
+    mini_batches: int = 1
 
 
 class OptimizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -94,6 +114,9 @@ class Rollout(msgspec.Struct, frozen=True):
 
     `trainable`: whether the policy made each completion token (None: all of them). The environment's tokens are context
     of what follows and nothing else: no loss, no metric and no count sees them, nor their `logprobs`.
+
+    `steps`: rewards by turn or token, each with the end of its stretch of the completion (exclusive), ascending; None
+    is one `reward` for all of it. `truncated`: whether it was cut off by max_tokens.
     """
 
     rollout_id: str
@@ -102,6 +125,8 @@ class Rollout(msgspec.Struct, frozen=True):
     reward: float
     version: int
     trainable: list[bool] | None = None
+    steps: list[tuple[int, float]] | None = None
+    truncated: bool = False
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -182,16 +207,19 @@ class VersionMade(msgspec.Struct, frozen=True, tag=True):
 
 
 class RolloutResult(msgspec.Struct, frozen=True):
-    """What the step did with one rollout: its advantage, mean importance ratio π/μ and share of clipped tokens."""
+    """What the step did with one rollout, means over its tokens: advantage, importance ratio π/μ as the step began, and
+    share of clipped tokens. `filtered`: it was left out of the loss as overlong.
+    """
 
     rollout_id: str
     advantage: float
     mean_ratio: float
     clipped_share: float
+    filtered: bool = False
 
 
 class StepResult(msgspec.Struct, frozen=True, tag=True):
-    """Answer to `TrainStep`. `skipped_optimizer`: no group had mixed rewards, the weights are the parent's."""
+    """Answer to `TrainStep`. `skipped_optimizer`: nothing had a gradient, the weights are the parent's."""
 
     metrics: dict[str, float]
     rollouts: list[RolloutResult]

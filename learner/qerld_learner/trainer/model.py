@@ -74,10 +74,16 @@ class BaseModel:
         hidden: Tensor = out.last_hidden_state[0]
         return hidden.index_select(0, tree.rows)
 
-    def pair_logprobs(self, tree: PrefixTree, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities fp32 [P] of the tree's pairs and the entropy fp32 [N] of its scored rows."""
+    def pair_logprobs(
+        self, tree: PrefixTree, temperature: float, *, entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities fp32 [P] of the tree's pairs and the entropy fp32 [N] of its scored rows.
+
+        The entropy carries a gradient only when asked to.
+        """
         head = Head(self.causal.lm_head.weight, temperature * self._logit_divisor, self._softcap)
-        return pair_logprobs(self.hidden_states(tree), head, tree.pair_row, tree.pair_target)
+        hidden = self.hidden_states(tree)
+        return pair_logprobs(hidden, head, tree.pair_row, tree.pair_target, entropy_gradient=entropy_gradient)
 
     @contextlib.contextmanager
     def noise(self, spec: NoiseSpec | None) -> Iterator[None]:

@@ -1,8 +1,9 @@
-"""Policy objectives: ratio × clip × aggregation × correction, each a pure function in a table.
+"""Policy objectives: ratio × clip × aggregation × correction + KL − entropy, each a pure function in a table.
 
-Legend: T tokens of a micro-batch (trainable ones only, rollout after rollout), R rollouts. π: the policy being
-trained, μ: the behaviour that sampled, A: advantage. The loss of a step is Σ_t weight_t · term_t over all its
-micro-batches, where the weights of the whole step are fixed beforehand: accumulation is exact whatever the split.
+Legend: T policy tokens of a micro-batch, rollout after rollout, R rollouts; `owners` int64 [T]: whose each token is. π:
+the policy being trained, π_old: the one that the step starts from, μ: the behaviour that sampled, A: advantage. The
+loss of an update is Σ_t weight_t · term_t over all its micro-batches, where the weights are fixed beforehand:
+accumulation is exact whatever the split.
 """
 
 from __future__ import annotations
@@ -13,10 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from . import algorithm
+from .corrections import CORRECTIONS, LOG_RATIO_LIMIT, bounded_exp, means
 from .messages import AlgorithmConfig
-
-# exp(±20) is beyond any useful ratio and keeps 0 · ∞ out of the loss.
-LOG_RATIO_LIMIT = 20.0
 
 
 class ObjectiveError(ValueError):
@@ -25,136 +25,150 @@ class ObjectiveError(ValueError):
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """All fp32 [T]. `logprobs` carries the gradient; `reference`: the base's (adapter off), for the KL term."""
+    """All fp32 [T] but `owners`. `logprobs` and `entropy` carry the gradient.
+
+    `old`: π_old's log-probabilities, None in the first update, where they are the detached `logprobs`. `reference`: the
+    base's (adapter off), for a KL term. `entropy`: of the distribution that each token was drawn from.
+    """
 
     logprobs: Tensor
     behaviour: Tensor
     advantages: Tensor
     weights: Tensor
+    owners: Tensor
+    entropy: Tensor
+    old: Tensor | None = None
     reference: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class TokenTerms:
-    """What the loss did with each token, without gradient: π/μ, whether the clip was active, the correction."""
+    """What the loss did with each token, without gradient: π_old/μ, the correction, where clip and its bounds acted."""
 
     ratio: Tensor
     clipped: Tensor
     correction: Tensor
+    limited: Tensor
 
 
-def behaviour_ratio(logprobs: Tensor, behaviour: Tensor) -> Tensor:
-    """Return π/μ: PPO's ratio with the sampler as the old policy."""
-    return _exp(logprobs - behaviour)
+def token_ratio(log_ratio: Tensor, owners: Tensor) -> Tensor:
+    """Return π/π_old a token: PPO's ratio."""
+    return bounded_exp(log_ratio)
 
 
-def proximal_ratio(logprobs: Tensor, _behaviour: Tensor) -> Tensor:
-    """Return π/π_old with π_old the parent's own log-probabilities: 1, with the score function as its gradient."""
-    return torch.exp(logprobs - logprobs.detach())
+def sequence_ratio(log_ratio: Tensor, owners: Tensor) -> Tensor:
+    """Return (Π π/π_old)^(1/tokens) at each token of a rollout: GSPO (arXiv 2507.18071, eq. 7).
+
+    In the form of its eq. 14, with a token's own gradient: where a rollout has one advantage, eq. 7's exactly.
+    """
+    mean = means(log_ratio.detach(), owners)
+    return bounded_exp(mean + log_ratio - log_ratio.detach())
 
 
-RATIOS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"behaviour": behaviour_ratio, "proximal": proximal_ratio}
+RATIOS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"token": token_ratio, "sequence": sequence_ratio}
+
+Clip = Callable[[Tensor, Tensor, Tensor, AlgorithmConfig], tuple[Tensor, Tensor]]
 
 
-def ppo_clip(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+def ppo_clip(ratio: Tensor, logprobs: Tensor, advantages: Tensor, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """Return −min(r·A, clip(r, 1−low, 1+high)·A) and where the clip was active (arXiv 1707.06347, eq. 7).
 
     low = high is GRPO's clip; high > low is DAPO's clip-higher (arXiv 2503.14476, eq. 10).
     """
     free = ratio * advantages
-    bounded = ratio.clamp(1 - low, 1 + high) * advantages
+    bounded = ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages
     return -torch.minimum(free, bounded), bounded < free
 
 
-CLIPS: dict[str, Callable[[Tensor, Tensor, float, float], tuple[Tensor, Tensor]]] = {"ppo": ppo_clip}
+def dual_clip(ratio: Tensor, logprobs: Tensor, advantages: Tensor, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """Return `ppo_clip`, with r at most `dual_clip` where A < 0 (arXiv 1912.09729)."""
+    term, clipped = ppo_clip(ratio, logprobs, advantages, config)
+    most = -config.dual_clip * advantages
+    dual = (advantages < 0) & (term > most)
+    return torch.where(dual, most, term), clipped | dual
 
 
-def token_mean(lengths: Tensor) -> Tensor:
-    """Return one weight a rollout: every token of the step counts alike (DAPO, arXiv 2503.14476, eq. 12)."""
-    return torch.full_like(lengths, 1 / float(lengths.sum()))
+def cispo_clip(ratio: Tensor, logprobs: Tensor, advantages: Tensor, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """Return −sg(clip(r, 1−low, 1+high))·A·log π: CISPO (arXiv 2506.13585, eq. 4, 5). No token loses its gradient."""
+    bounded = ratio.detach().clamp(1 - config.clip_low, 1 + config.clip_high)
+    return -bounded * advantages * logprobs, bounded != ratio.detach()
 
 
-def sequence_mean(lengths: Tensor) -> Tensor:
+def no_clip(ratio: Tensor, logprobs: Tensor, advantages: Tensor, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """Return −r·A: at r = 1 the gradient of REINFORCE."""
+    return -ratio * advantages, torch.zeros_like(ratio, dtype=torch.bool)
+
+
+CLIPS: dict[str, Clip] = {"ppo": ppo_clip, "dual": dual_clip, "cispo": cispo_clip, "none": no_clip}
+
+
+def token_mean(lengths: Tensor, divisor: float) -> Tensor:
+    """Return one weight a rollout: every token of the update counts alike (DAPO, arXiv 2503.14476, eq. 12)."""
+    return _where_tokens(lengths, torch.full_like(lengths, 1 / max(1.0, float(lengths.sum()))))
+
+
+def sequence_mean(lengths: Tensor, divisor: float) -> Tensor:
     """Return one weight a rollout: every rollout counts alike, its tokens share (GRPO, arXiv 2402.03300, eq. 3)."""
-    return 1 / (lengths * len(lengths))
+    return _where_tokens(lengths, 1 / (lengths.clamp(min=1) * len(lengths)))
 
 
-AGGREGATIONS: dict[str, Callable[[Tensor], Tensor]] = {"token_mean": token_mean, "sequence_mean": sequence_mean}
+def constant(lengths: Tensor, divisor: float) -> Tensor:
+    """Return 1 / (rollouts · divisor): Dr. GRPO (arXiv 2503.20783, listing 1). With 1: sums over whole completions."""
+    return _where_tokens(lengths, torch.full_like(lengths, 1 / (len(lengths) * divisor)))
 
 
-def no_correction(log_ratio: Tensor, _cap: float) -> Tensor:
-    """Return ones."""
-    return torch.ones_like(log_ratio)
+AGGREGATIONS: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "token_mean": token_mean,
+    "sequence_mean": sequence_mean,
+    "constant": constant,
+}
 
 
-def truncated_importance(log_ratio: Tensor, cap: float) -> Tensor:
-    """Return min(π/μ, cap) a token: truncated importance sampling (TIS) for a sampler that differs from the trainer."""
-    return _exp(log_ratio).clamp(max=cap)
+def kl_k1(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """Return log π − log ref: unbiased. As a loss its gradient is zero on average; it is meant for the reward."""
+    return (logprobs - reference).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-CORRECTIONS: dict[str, Callable[[Tensor, float], Tensor]] = {"none": no_correction, "tis": truncated_importance}
+def kl_k2(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """Return (log π − log ref)² / 2: biased, with the KL's own gradient when sampled on-policy."""
+    return kl_k1(logprobs, reference).square() / 2
 
 
 def kl_k3(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Return exp(ref − π) − (ref − π) − 1 a token, an unbiased and non-negative estimate of KL(π ‖ ref)."""
-    difference = (reference - logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    """Return ref/π − log(ref/π) − 1: unbiased and non-negative (arXiv 2402.03300, eq. 4)."""
+    difference = kl_k1(reference, logprobs)
     return torch.exp(difference) - difference - 1
+
+
+KLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
 
 
 def check(config: AlgorithmConfig) -> None:
     """Raise `ObjectiveError` for an unknown name or a number outside its range."""
-    if config.aggregation not in AGGREGATIONS:
-        raise ObjectiveError(f"algorithm.aggregation must be one of {sorted(AGGREGATIONS)}, got {config.aggregation!r}")
-    if not 0 <= config.clip_low <= 1:
-        raise ObjectiveError(f"algorithm.clip_low must be in [0, 1], got {config.clip_low}; a ratio is never below 0")
-    if not 0 <= config.clip_high < float("inf"):
-        raise ObjectiveError(f"algorithm.clip_high must be finite and ≥ 0, got {config.clip_high}")
-    if not 0 <= config.kl_coef < float("inf"):
-        raise ObjectiveError(f"algorithm.kl_coef must be finite and ≥ 0, got {config.kl_coef}; 0 switches the term off")
-    if config.tis_cap is not None and not 0 < config.tis_cap < float("inf"):
-        raise ObjectiveError(
-            f"algorithm.tis_cap must be finite and > 0, got {config.tis_cap}; unset it for no correction"
-        )
+    for field, text in algorithm.problems(config):
+        raise ObjectiveError(f"algorithm.{field} {text}")
 
 
 def policy_loss(config: AlgorithmConfig, batch: TokenBatch) -> tuple[Tensor, TokenTerms]:
-    """Return this micro-batch's share of the step's loss (scalar) and what happened to each token.
+    """Return this micro-batch's share of the update's loss (scalar) and what happened to each token.
 
-    Behaviour, advantages, weights, reference and the correction carry no gradient.
+    Behaviour, π_old, advantages, weights, reference and the correction carry no gradient.
     """
-    corrected = config.tis_cap is not None
-    log_ratio = (batch.logprobs - batch.behaviour).detach()
-    ratio = RATIOS["proximal" if corrected else "behaviour"](batch.logprobs, batch.behaviour.detach())
-    term, clipped = CLIPS["ppo"](ratio, batch.advantages.detach(), config.clip_low, config.clip_high)
-    correction = CORRECTIONS["tis" if corrected else "none"](log_ratio, config.tis_cap or 0.0)
-    term = term * correction
-    if batch.reference is not None and config.kl_coef:
-        term = term + config.kl_coef * kl_k3(batch.logprobs, batch.reference.detach())
+    old = (batch.logprobs if batch.old is None else batch.old).detach()
+    behaviour, advantages = batch.behaviour.detach(), batch.advantages.detach()
+    anchor = behaviour if config.old_policy == "behaviour" else old
+    ratio = RATIOS[config.ratio](batch.logprobs - anchor, batch.owners)
+    term, clipped = CLIPS[config.clip](ratio, batch.logprobs, advantages, config)
+    correction = CORRECTIONS[config.correction](old - behaviour, batch.owners, config)
+    term = term * correction.values
+    if batch.reference is not None and config.kl_coef and config.kl_in == "loss":
+        term = term + config.kl_coef * KLS[config.kl_estimator](batch.logprobs, batch.reference.detach())
+    if config.entropy_coef:
+        term = term - config.entropy_coef * batch.entropy
     loss = (term * batch.weights.detach()).sum()
-    return loss, TokenTerms(_exp(log_ratio), clipped.detach(), correction)
+    return loss, TokenTerms(bounded_exp(old - behaviour), clipped.detach(), correction.values, correction.limited)
 
 
-def mismatch_metrics(logprobs: Tensor, behaviour: Tensor) -> dict[str, float]:
-    """Return how far the sampler's log-probabilities are from the trainer's, over fp32 [T] without gradient.
-
-    KL(μ ‖ π) by k1 (μ − π, signed) and k3 (non-negative), mean |Δ|, mean π/μ, and the effective sample size as a share:
-    (Σw)² / (T·Σw²) with w = π/μ.
-    """
-    difference = (logprobs - behaviour).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    ratio = torch.exp(difference)
-    return {
-        "mismatch_kl_k1": float(-difference.mean()),
-        "mismatch_kl_k3": float((ratio - difference - 1).mean()),
-        "logprob_abs_diff": float(difference.abs().mean()),
-        "ratio_mean": float(ratio.mean()),
-        "ess": float(ratio.sum().square() / (len(ratio) * ratio.square().sum())),
-    }
-
-
-def tis_truncated_share(config: AlgorithmConfig, ratio: Tensor) -> float:
-    """Return the share of tokens whose π/μ exceeds the cap; 0 without a correction."""
-    return 0.0 if config.tis_cap is None else float((ratio > config.tis_cap).float().mean())
-
-
-def _exp(log_ratio: Tensor) -> Tensor:
-    return torch.exp(log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+def _where_tokens(lengths: Tensor, weights: Tensor) -> Tensor:
+    """A rollout without tokens, left out as overlong, has no weight; it still counts as a rollout."""
+    return torch.where(lengths > 0, weights, 0.0)

@@ -139,13 +139,15 @@ def build_tree(sequences: Sequence[TokenSequence], members: Sequence[int] | None
     )
 
 
-def pack(sequences: Sequence[TokenSequence], token_budget: int, *, share: bool = True) -> list[PrefixTree]:
-    """Split sequences into micro-batches of at most `token_budget` nodes each.
+def pack(
+    sequences: Sequence[TokenSequence], token_budget: int, *, members: Sequence[int] | None = None, share: bool = True
+) -> list[PrefixTree]:
+    """Split `sequences[i] for i in members` (default: all) into micro-batches of at most `token_budget` nodes each.
 
     Neighbours in lexicographic order share the longest prefixes, so the order is greedy and cheap. A sequence longer
     than the budget gets a micro-batch of its own. `share=False` gives one tree a sequence (the benchmark's baseline).
     """
-    order = sorted(range(len(sequences)), key=lambda i: sequences[i].inputs)
+    order = sorted(range(len(sequences)) if members is None else members, key=lambda i: sequences[i].inputs)
     if not share:
         return [build_tree(sequences, [index]) for index in order]
     batches: list[list[int]] = []

@@ -1,59 +1,43 @@
-"""One training step: groups → packed micro-batches → gradient → AdamW → new state and what happened to each rollout."""
+"""One training step: groups → packed micro-batches → gradients → AdamW → new state and what happened to each rollout.
+
+A step makes one update, or several (`epochs` × `mini_batches`). What all of them refer to is computed before the first:
+the base's log-probabilities for a KL term, π_old's where there are several updates or a KL in the reward, advantages.
+"""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-import numpy as np
+import msgspec
 import torch
 from torch import Tensor
 
-from . import advantages, objectives
+from . import objectives, tally
+from .batch import Batch, Update, advantages_of, kl_penalties, make_batch, plan_updates
 from .checkpoint import AdapterState
 from .lora import bypassed
-from .messages import AlgorithmConfig, Group, OptimizerConfig, Rollout, RolloutResult, TrainerConfig
+from .messages import AlgorithmConfig, Group, OptimizerConfig, RolloutResult, TrainerConfig
 from .model import BaseModel
 from .objectives import TokenBatch
 from .packing import PrefixTree, TokenSequence, pack
+from .tally import Tally
 
 Report = Callable[[str, int, int], None]
-
-
-class BatchError(ValueError):
-    """The groups of a step cannot be trained on; names the rollout and the field."""
+Masters = dict[str, torch.nn.Parameter]
 
 
 @dataclass(frozen=True)
-class Batch:
-    """The rollouts of a step, flattened: R rollouts, `rollout_advantages` and `weights` fp32 [R].
+class Known:
+    """What is known before the first update, one tensor a rollout: advantages, and log-probabilities where needed."""
 
-    `behaviour`: the behaviour's log-probabilities of each rollout's trainable tokens.
-    """
-
-    rollouts: list[Rollout]
-    sequences: list[TokenSequence]
-    behaviour: list[list[float]]
-    rollout_advantages: Tensor
-    weights: Tensor
-    mixed_groups: int
-    groups: int
-
-
-@dataclass
-class Tally:
-    """Results at the trainable tokens of the whole step, one tensor a rollout, without gradient."""
-
-    loss: float = 0.0
-    logprobs: dict[int, Tensor] = field(default_factory=dict)
-    entropy: dict[int, Tensor] = field(default_factory=dict)
-    ratio: dict[int, Tensor] = field(default_factory=dict)
-    clipped: dict[int, Tensor] = field(default_factory=dict)
-    base_kl: dict[int, Tensor] = field(default_factory=dict)
+    advantages: list[Tensor]
+    old: list[Tensor] | None = None
+    reference: list[Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -67,37 +51,21 @@ class StepOutcome:
     skipped_optimizer: bool
 
 
-def make_batch(groups: list[Group], config: AlgorithmConfig, vocab_size: int) -> Batch:
-    """Return the flattened batch with advantages and aggregation weights.
+@dataclass(frozen=True)
+class Work:
+    """A step under way: what its updates read, and `told`, which they add to."""
 
-    Raises `BatchError` for an empty batch, unequal lengths, ids outside the vocabulary or non-finite numbers, and
-    `AdvantageError` or `ObjectiveError` for the algorithm's own limits.
-    """
-    objectives.check(config)
-    if not groups:
-        raise BatchError("groups must hold at least one group, got 0; wait for a full batch")
-    rollouts, sequences, values, mixed = [], [], [], 0
-    for group in groups:
-        rewards = [rollout.reward for rollout in group.rollouts]
-        values.append(advantages.advantages_of(config.advantage, rewards))
-        mixed += not advantages.is_zero_variance(np.asarray(rewards))
-        for rollout in group.rollouts:
-            _check_rollout(group, rollout, vocab_size)
-            rollouts.append(rollout)
-            sequences.append(TokenSequence(group.prompt_ids, rollout.completion_ids, rollout.trainable))
-    behaviour = [
-        [rollout.logprobs[position] for position in sequence.scored]
-        for rollout, sequence in zip(rollouts, sequences, strict=True)
-    ]
-    lengths = torch.tensor([len(values) for values in behaviour], dtype=torch.float64)
-    weights = objectives.AGGREGATIONS[config.aggregation](lengths)
-    flat = torch.from_numpy(np.concatenate(values))
-    return Batch(rollouts, sequences, behaviour, flat.float(), weights.float(), mixed, len(groups))
+    model: BaseModel
+    config: TrainerConfig
+    batch: Batch
+    known: Known
+    told: Tally
+    clock: Clock
 
 
 def train_step(
     model: BaseModel,
-    masters: dict[str, torch.nn.Parameter],
+    masters: Masters,
     state: AdapterState,
     config: TrainerConfig,
     groups: list[Group],
@@ -106,42 +74,102 @@ def train_step(
 ) -> StepOutcome:
     """Run one step from `state`. The masters are scratch space: their values before the call do not matter.
 
-    Without a group of mixed rewards, and without a KL term, the loss has no gradient: only metrics are computed, the
+    Where nothing has a gradient (no advantage, no KL in the loss, no entropy bonus) only metrics are computed, the
     optimiser is skipped and the weights stay the parent's. So too when the gradient is not finite (`nonfinite_grad`).
+    """
+    load_weights(masters, state.weights)
+    work = begin(model, config, groups, report)
+    with work.clock("pack"):
+        updates = plan_updates(work.batch, work.config.algorithm)
+        trees = [pack(work.batch.sequences, config.token_budget, members=update.members) for update in updates]
+    new, norms = _run_updates(work, masters, state, list(zip(updates, trees, strict=True)), report)
+    metrics = tally.metrics(work.batch, work.told, work.known.reference) | _gradient_metrics(norms, config.optimizer)
+    metrics |= _token_metrics(trees) | {"updates": float(new.updates - state.updates)}
+    results = tally.results(work.batch, work.told, work.known.advantages)
+    skipped = new.updates == state.updates
+    return StepOutcome(replace(new, step=step), metrics, results, dict(work.clock.seconds), skipped)
+
+
+def begin(model: BaseModel, config: TrainerConfig, groups: list[Group], report: Report) -> Work:
+    """Return a step from the loaded weights, as far as it is known before its first update.
+
+    One that has no gradient is computed once, whatever the number of updates.
     """
     clock = Clock()
     with clock("pack"):
         batch = make_batch(groups, config.algorithm, model.vocab_size)
-        trees = [tree.to(model.device) for tree in pack(batch.sequences, config.token_budget)]
-        load_weights(masters, state.weights)
-    learn = bool(batch.mixed_groups or config.algorithm.kl_coef)
-    tally = Tally()
-    for done, tree in enumerate(trees):
-        report("train", done, len(trees))
-        with torch.set_grad_enabled(learn):
-            micro_batch(model, config, batch, tree, tally, clock, learn)
-    report("train", len(trees), len(trees))
-    with clock("optimizer"):
-        unscale(masters, loss_scale(model.dtype, batch))
-        grad_norm = _clip(masters, config.optimizer.max_grad_norm) if learn else 0.0
-        skipped = not learn or not math.isfinite(grad_norm)
-        state = replace(state, step=step) if skipped else _update(masters, state, config.optimizer, step)
-        _drop_gradients(masters)
-    metrics = _metrics(config, batch, tally, trees)
-    metrics |= {"grad_norm": grad_norm if math.isfinite(grad_norm) else 0.0, "lr": config.optimizer.lr}
-    metrics |= {"nonfinite_grad": float(not math.isfinite(grad_norm))}
-    return StepOutcome(state, metrics, _results(batch, tally), dict(clock.seconds), skipped)
+    known = look_ahead(model, config, batch, clock, report)
+    if not has_gradient(config.algorithm, batch, known, range(len(batch.rollouts))):
+        algorithm = msgspec.structs.replace(config.algorithm, epochs=1, mini_batches=1)
+        config = msgspec.structs.replace(config, algorithm=algorithm)
+    algorithm = config.algorithm
+    parts = min(algorithm.mini_batches, len(batch.groups))
+    told = Tally(updates=algorithm.epochs * parts, epochs=algorithm.epochs, logprobs=dict(enumerate(known.old or [])))
+    return Work(model, config, batch, known, told, clock)
 
 
-def load_weights(masters: dict[str, torch.nn.Parameter], weights: dict[str, Tensor]) -> None:
+def _run_updates(
+    work: Work, masters: Masters, state: AdapterState, plan: list[tuple[Update, list[PrefixTree]]], report: Report
+) -> tuple[AdapterState, list[float]]:
+    """Return the state after all updates and the norm of each gradient."""
+    total, done, norms = sum(len(trees) for _, trees in plan), 0, []
+    for update, trees in plan:
+        learn = has_gradient(work.config.algorithm, work.batch, work.known, update.members)
+        for tree in trees:
+            report("train", done, total)
+            with torch.set_grad_enabled(learn):
+                micro_batch(work, update, tree.to(work.model.device), learn=learn)
+            done += 1
+        if learn:
+            with work.clock("optimizer"):
+                scale = loss_scale(work.model.dtype, update)
+                norm, state = _take_update(masters, state, work.config.optimizer, scale)
+            norms.append(norm)
+    report("train", total, total)
+    return state, norms
+
+
+def look_ahead(model: BaseModel, config: TrainerConfig, batch: Batch, clock: Clock, report: Report) -> Known:
+    """Compute what the updates refer to, under the loaded weights and, for a KL term, with the adapter off."""
+    algorithm = config.algorithm
+    in_reward = bool(algorithm.kl_coef) and algorithm.kl_in == "reward"
+    several = algorithm.epochs * algorithm.mini_batches > 1
+    reference = old = penalties = None
+    if algorithm.kl_coef:
+        with clock("reference"), bypassed(model.causal):
+            reference = rollout_logprobs(model, batch.sequences, config, report)
+    if several or in_reward:
+        with clock("forward"):
+            old = rollout_logprobs(model, batch.sequences, config, report)
+    if in_reward and old is not None and reference is not None:
+        penalties = kl_penalties(algorithm, old, reference)
+    return Known(advantages_of(batch, algorithm, penalties), old, reference)
+
+
+def has_gradient(algorithm: AlgorithmConfig, batch: Batch, known: Known, members: Iterable[int]) -> bool:
+    """Tell whether the loss of these rollouts depends on the policy at all."""
+    kept = [member for member in members if member not in batch.filtered]
+    in_loss = (algorithm.kl_in == "loss" and algorithm.kl_coef) or algorithm.entropy_coef
+    return bool(kept) and (bool(in_loss) or any(bool(known.advantages[member].any()) for member in kept))
+
+
+def load_weights(masters: Masters, weights: dict[str, Tensor]) -> None:
     """Copy weights into the masters."""
     with torch.no_grad():
         for name, master in masters.items():
             master.copy_(weights[name])
 
 
+def rollout_logprobs(
+    model: BaseModel, sequences: Sequence[TokenSequence], config: TrainerConfig, report: Report
+) -> list[Tensor]:
+    """Return the log-probabilities of each sequence's policy tokens under the loaded weights, on the CPU."""
+    scores = token_logprobs(model, sequences, config.token_budget, config.temperature, report)
+    return [torch.tensor(one, dtype=torch.float32) for one in scores]
+
+
 def token_logprobs(
-    model: BaseModel, sequences: list[TokenSequence], token_budget: int, temperature: float, report: Report
+    model: BaseModel, sequences: Sequence[TokenSequence], token_budget: int, temperature: float, report: Report
 ) -> list[list[float]]:
     """Return the log-probability of each trainable token of each sequence under the loaded weights."""
     scores: list[list[float]] = [[] for _ in sequences]
@@ -155,85 +183,82 @@ def token_logprobs(
     return scores
 
 
-def micro_batch(
-    model: BaseModel,
-    config: TrainerConfig,
-    batch: Batch,
-    tree: PrefixTree,
-    tally: Tally,
-    clock: Clock,
-    learn: bool,
-) -> None:
-    """Add one micro-batch's results to `tally` and (when `learn`) its share of the step's gradient to the masters.
+def micro_batch(work: Work, update: Update, tree: PrefixTree, *, learn: bool) -> None:
+    """Add one micro-batch's results to the tally and (when `learn`) its share of the update's gradient to the masters.
 
     The gradient there is `loss_scale` times as large.
     """
-    reference = None
-    if config.algorithm.kl_coef:
-        with clock("reference"), torch.no_grad(), bypassed(model.causal):
-            reference = model.pair_logprobs(tree, config.temperature)[0]
-    with clock("forward"):
-        pair_logprobs, row_entropy = model.pair_logprobs(tree, config.temperature)
+    model, config = work.model, work.config
+    with work.clock("forward"):
+        bonus = bool(config.algorithm.entropy_coef)
+        pair_logprobs, row_entropy = model.pair_logprobs(tree, config.temperature, entropy_gradient=bonus)
         pairs = torch.tensor([pair for span in tree.spans for pair in span], device=model.device)
-        tokens = _token_batch(batch, tree, pair_logprobs[pairs], None if reference is None else reference[pairs])
+        tokens = _token_batch(work, update, tree, pair_logprobs[pairs], row_entropy[tree.pair_row[pairs]])
         loss, terms = objectives.policy_loss(config.algorithm, tokens)
     if learn:
-        with clock("backward"):
-            (loss * loss_scale(model.dtype, batch)).backward()  # type: ignore[no-untyped-call]
-    tally.loss += float(loss.detach())
-    lengths = [len(span) for span in tree.spans]
-    columns = {
-        "logprobs": tokens.logprobs.detach(),
-        "entropy": row_entropy[tree.pair_row[pairs]],
-        "ratio": terms.ratio,
-        "clipped": terms.clipped.float(),
-    }
-    if tokens.reference is not None:
-        columns["base_kl"] = objectives.kl_k3(tokens.logprobs.detach(), tokens.reference)
-    for name, column in columns.items():
-        getattr(tally, name).update(zip(tree.members, torch.split(column.cpu(), lengths), strict=True))
+        with work.clock("backward"):
+            (loss * loss_scale(model.dtype, update)).backward()  # type: ignore[no-untyped-call]
+    work.told.add(tree, loss, tokens, terms)
 
 
-def _token_batch(batch: Batch, tree: PrefixTree, logprobs: Tensor, reference: Tensor | None) -> TokenBatch:
-    device = logprobs.device
+def _token_batch(work: Work, update: Update, tree: PrefixTree, logprobs: Tensor, entropy: Tensor) -> TokenBatch:
     lengths = torch.tensor([len(span) for span in tree.spans])
-    behaviour = [value for member in tree.members for value in batch.behaviour[member]]
+    behaviour = [value for member in tree.members for value in work.batch.behaviour[member]]
+
+    def flat(of_rollouts: list[Tensor]) -> Tensor:
+        return torch.cat([of_rollouts[member] for member in tree.members]).to(logprobs.device)
+
     return TokenBatch(
         logprobs=logprobs,
-        behaviour=torch.tensor(behaviour, dtype=torch.float32, device=device),
-        advantages=batch.rollout_advantages[tree.members].repeat_interleave(lengths).to(device),
-        weights=batch.weights[tree.members].repeat_interleave(lengths).to(device),
-        reference=reference,
+        behaviour=torch.tensor(behaviour, dtype=torch.float32, device=logprobs.device),
+        advantages=flat(work.known.advantages),
+        weights=update.weights[tree.members].repeat_interleave(lengths).to(logprobs.device),
+        owners=torch.arange(len(lengths)).repeat_interleave(lengths).to(logprobs.device),
+        old=None if work.known.old is None else flat(work.known.old),
+        reference=None if work.known.reference is None else flat(work.known.reference),
+        entropy=entropy,
     )
 
 
-def loss_scale(dtype: torch.dtype, batch: Batch) -> float:
+def loss_scale(dtype: torch.dtype, update: Update) -> float:
     """Return the power of two that brings a log-probability's gradient to about its advantage; 1 unless in fp16.
 
     Unscaled it is advantage / tokens, and further back it would fall below 6e-8, fp16's least number. The masters'
     gradients are fp32 and lose nothing. One that overflows all the same skips the step, as any that is not finite.
     """
-    if dtype != torch.float16:
+    largest = float(update.weights.max())
+    if dtype != torch.float16 or not largest:
         return 1.0
-    return float(2.0 ** round(-math.log2(float(batch.weights.max()))))
+    return float(2.0 ** round(-math.log2(largest)))
 
 
-def unscale(masters: dict[str, torch.nn.Parameter], scale: float) -> None:
+def unscale(masters: Masters, scale: float) -> None:
     """Divide the masters' gradients by `scale`."""
     for master in masters.values():
         if master.grad is not None and scale != 1.0:
             master.grad.mul_(1.0 / scale)
 
 
-def _clip(masters: dict[str, torch.nn.Parameter], limit: float) -> float:
+def _clip(masters: Masters, limit: float) -> float:
     """Clip the gradient to norm `limit` (0: leave it) and return its norm before."""
     norm = torch.nn.utils.clip_grad_norm_(list(masters.values()), limit or math.inf)
     return float(norm)
 
 
-def _update(
-    masters: dict[str, torch.nn.Parameter], state: AdapterState, config: OptimizerConfig, step: int
-) -> AdapterState:
+def _take_update(
+    masters: Masters, state: AdapterState, config: OptimizerConfig, scale: float
+) -> tuple[float, AdapterState]:
+    """Apply the masters' gradient, if it is finite, and drop it; return its norm and the state after it."""
+    unscale(masters, scale)
+    norm = _clip(masters, config.max_grad_norm)
+    if math.isfinite(norm):
+        state = _update(masters, state, config)
+    for master in masters.values():
+        master.grad = None
+    return norm, state
+
+
+def _update(masters: Masters, state: AdapterState, config: OptimizerConfig) -> AdapterState:
     """Take one AdamW step from the state's moments and return the new state."""
     optimizer = torch.optim.AdamW(
         list(masters.values()),
@@ -254,78 +279,27 @@ def _update(
         first_moments={name: optimizer.state[master]["exp_avg"] for name, master in masters.items()},
         second_moments={name: optimizer.state[master]["exp_avg_sq"] for name, master in masters.items()},
         updates=state.updates + 1,
-        step=step,
+        step=state.step,
     )
 
 
-def _drop_gradients(masters: dict[str, torch.nn.Parameter]) -> None:
-    for master in masters.values():
-        master.grad = None
-
-
-def _metrics(config: TrainerConfig, batch: Batch, tally: Tally, trees: list[PrefixTree]) -> dict[str, float]:
-    order = range(len(batch.rollouts))
-    flat = {
-        name: torch.cat([getattr(tally, name)[i] for i in order])
-        for name in ("logprobs", "entropy", "ratio", "clipped")
+def _gradient_metrics(norms: list[float], config: OptimizerConfig) -> dict[str, float]:
+    """Mean norm of the finite gradients, and the share of the others."""
+    finite = [norm for norm in norms if math.isfinite(norm)]
+    return {
+        "grad_norm": sum(finite) / len(finite) if finite else 0.0,
+        "nonfinite_grad": (len(norms) - len(finite)) / len(norms) if norms else 0.0,
+        "lr": config.lr,
     }
-    behaviour = torch.tensor([value for values in batch.behaviour for value in values])
-    rewards = np.asarray([rollout.reward for rollout in batch.rollouts])
-    metrics = objectives.mismatch_metrics(flat["logprobs"], behaviour)
-    metrics |= {
-        "loss": tally.loss,
-        "entropy": float(flat["entropy"].mean()),
-        "clipped_share": float(flat["clipped"].mean()),
-        "tis_truncated_share": objectives.tis_truncated_share(config.algorithm, flat["ratio"]),
-        "reward_mean": float(rewards.mean()),
-        "reward_std": float(rewards.std()),
-        "mixed_groups": float(batch.mixed_groups),
-        "zero_variance_share": 1 - batch.mixed_groups / batch.groups,
-        "completion_tokens": float(len(behaviour)),
-        "tokens_computed": float(sum(tree.tokens for tree in trees)),
-        "tokens_plain": float(sum(tree.plain_tokens for tree in trees)),
-        "micro_batches": float(len(trees)),
+
+
+def _token_metrics(trees: list[list[PrefixTree]]) -> dict[str, float]:
+    flat = [tree for parts in trees for tree in parts]
+    return {
+        "tokens_computed": float(sum(tree.tokens for tree in flat)),
+        "tokens_plain": float(sum(tree.plain_tokens for tree in flat)),
+        "micro_batches": float(len(flat)),
     }
-    if tally.base_kl:
-        metrics["base_kl"] = float(torch.cat(list(tally.base_kl.values())).mean())
-    return metrics
-
-
-def _results(batch: Batch, tally: Tally) -> list[RolloutResult]:
-    return [
-        RolloutResult(
-            rollout_id=rollout.rollout_id,
-            advantage=float(batch.rollout_advantages[index]),
-            mean_ratio=float(tally.ratio[index].mean()),
-            clipped_share=float(tally.clipped[index].mean()),
-        )
-        for index, rollout in enumerate(batch.rollouts)
-    ]
-
-
-def _check_rollout(group: Group, rollout: Rollout, vocab_size: int) -> None:
-    where = f"group {group.group_id}, rollout {rollout.rollout_id}"
-    if not group.prompt_ids or not rollout.completion_ids:
-        raise BatchError(f"{where}: prompt_ids and completion_ids must not be empty; drop the rollout")
-    if len(rollout.logprobs) != len(rollout.completion_ids):
-        raise BatchError(
-            f"{where}: logprobs must hold one number a completion token ({len(rollout.completion_ids)}), "
-            f"got {len(rollout.logprobs)}"
-        )
-    if rollout.trainable is not None:
-        _check_mask(where, rollout.trainable, len(rollout.completion_ids))
-    if not all(math.isfinite(value) for value in rollout.logprobs):
-        raise BatchError(f"{where}: logprobs must be finite; the sampler returned NaN or −∞, drop the rollout")
-    low, high = min(*group.prompt_ids, *rollout.completion_ids), max(*group.prompt_ids, *rollout.completion_ids)
-    if low < 0 or high >= vocab_size:
-        raise BatchError(f"{where}: token ids must be in [0, {vocab_size}), got {low if low < 0 else high}")
-
-
-def _check_mask(where: str, trainable: list[bool], length: int) -> None:
-    if len(trainable) != length:
-        raise BatchError(f"{where}: trainable must hold one entry a completion token ({length}), got {len(trainable)}")
-    if not any(trainable):
-        raise BatchError(f"{where}: trainable must mark at least one token, got 0; drop the rollout")
 
 
 class Clock:

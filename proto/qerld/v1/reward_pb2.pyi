@@ -225,12 +225,14 @@ class Outcome(_message.Message):
     """Reward of the whole rollout, from -1e6 to 1e6: larger ones would overflow in the trainer's 32-bit numbers."""
     @_builtins.property
     def turn_rewards(self) -> Global___Values:
-        """Rewards by turn; as many as the rollout has trainable segments. Training uses their sum, which has the same range."""
+        """Rewards by turn; as many as the rollout has trainable segments. Each credits the tokens up to its turn's end. The
+        sums from any one of them on have the same range.
+        """
 
     @_builtins.property
     def token_rewards(self) -> Global___Values:
-        """Rewards by token; as many as the completion has tokens, the environment's included. Training uses their sum, which
-        has the same range.
+        """Rewards by token; as many as the completion has tokens, the environment's included. Each credits the policy's
+        tokens up to it. The sums from any one of them on have the same range.
         """
 
     @_builtins.property
@@ -610,7 +612,8 @@ class CheckedOutcome(_message.Message):
     """What the answer would be."""
     advantage: _builtins.float
     """Advantage that the rollout would get if its group held only these and the stored outcomes. Unset when fewer than
-    two rewards are known.
+    two rewards are known, and where they are not all that counts: rewards by turn or token, estimators over the batch,
+    a KL penalty in the reward, an overlong penalty.
     """
     @_builtins.property
     def problems(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Problem]:
@@ -690,9 +693,9 @@ class Receipt(_message.Message):
     version: _builtins.int
     """Version that the step made."""
     advantage: _builtins.float
-    """Advantage that it was trained with."""
+    """Advantage that it was trained with, the mean over its tokens."""
     ratio: _builtins.float
-    """Mean importance ratio of its tokens."""
+    """Mean of its tokens' probability ratio, the trainer's to that of what sampled it, before the step."""
     clipped_share: _builtins.float
     """Share of its tokens whose ratio was clipped."""
     @_builtins.property

@@ -109,7 +109,7 @@ class SampleRequest(_message.Message):
     request_id: _builtins.str
     """Id of this mutation; the same id and body returns the same group."""
     group_size: _builtins.int
-    """Rollouts of the prompt, at least 2. Unset: the run's group size."""
+    """Rollouts of the prompt, at least 2 (1 where the run may have groups of one). Unset: the run's group size."""
     stream_deltas: _builtins.bool
     """When false, only finished rollouts are streamed."""
     @_builtins.property
@@ -501,7 +501,7 @@ class ImportTrajectoriesRequest(_message.Message):
 
     @_builtins.property
     def trajectories(self) -> _containers.RepeatedCompositeFieldContainer[Global___Trajectory]:
-        """Rollouts of the prompt, at least 2."""
+        """Rollouts of the prompt, at least 2 (1 where the run may have groups of one)."""
 
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:

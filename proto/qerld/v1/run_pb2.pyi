@@ -22,6 +22,66 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _AlgorithmPreset:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _AlgorithmPresetEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AlgorithmPreset.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ALGORITHM_PRESET_UNSPECIFIED: _AlgorithmPreset.ValueType  # 0
+    """Default: ALGORITHM_PRESET_NONE."""
+    ALGORITHM_PRESET_NONE: _AlgorithmPreset.ValueType  # 1
+    """Each unset field has its own default."""
+    ALGORITHM_PRESET_GRPO: _AlgorithmPreset.ValueType  # 2
+    """GRPO (arXiv 2402.03300): group_norm, clip 0.2, sequence_mean, KL k3 in the loss with 0.04."""
+    ALGORITHM_PRESET_DAPO: _AlgorithmPreset.ValueType  # 3
+    """DAPO (arXiv 2503.14476): group_norm, clip 0.2 and 0.28, token_mean, no KL, soft overlong penalty."""
+    ALGORITHM_PRESET_DR_GRPO: _AlgorithmPreset.ValueType  # 4
+    """Dr. GRPO (arXiv 2503.20783): mean_only, clip 0.2, constant divisor max_tokens, no KL."""
+    ALGORITHM_PRESET_GSPO: _AlgorithmPreset.ValueType  # 5
+    """GSPO (arXiv 2507.18071): group_norm, sequence ratio, clip 3e-4 and 4e-4, sequence_mean, no KL."""
+    ALGORITHM_PRESET_CISPO: _AlgorithmPreset.ValueType  # 6
+    """CISPO (arXiv 2506.13585): group_norm, weights clipped at 5 and not below, token_mean, no KL."""
+    ALGORITHM_PRESET_RLOO: _AlgorithmPreset.ValueType  # 7
+    """RLOO (arXiv 2402.14740): leave_one_out, no clip, sums over completions, KL k1 in the reward with 0.03."""
+    ALGORITHM_PRESET_REINFORCE_PP: _AlgorithmPreset.ValueType  # 8
+    """REINFORCE++ (arXiv 2501.03262): batch_norm, clip 0.2, token_mean, KL k1 in the reward of each token with 0.01; keeps
+    groups of equal rewards (drop_zero_variance is false).
+    """
+    ALGORITHM_PRESET_PPO_CLIP: _AlgorithmPreset.ValueType  # 9
+    """PPO's clipped objective (arXiv 1707.06347) with the group's mean for a critic: mean_only, clip 0.2, token_mean, no KL,
+    4 epochs.
+    """
+
+class AlgorithmPreset(_AlgorithmPreset, metaclass=_AlgorithmPresetEnumTypeWrapper):
+    """AlgorithmPreset fills the unset fields of a run's algorithm as a paper has them. It leaves the mismatch correction alone."""
+
+ALGORITHM_PRESET_UNSPECIFIED: AlgorithmPreset.ValueType  # 0
+"""Default: ALGORITHM_PRESET_NONE."""
+ALGORITHM_PRESET_NONE: AlgorithmPreset.ValueType  # 1
+"""Each unset field has its own default."""
+ALGORITHM_PRESET_GRPO: AlgorithmPreset.ValueType  # 2
+"""GRPO (arXiv 2402.03300): group_norm, clip 0.2, sequence_mean, KL k3 in the loss with 0.04."""
+ALGORITHM_PRESET_DAPO: AlgorithmPreset.ValueType  # 3
+"""DAPO (arXiv 2503.14476): group_norm, clip 0.2 and 0.28, token_mean, no KL, soft overlong penalty."""
+ALGORITHM_PRESET_DR_GRPO: AlgorithmPreset.ValueType  # 4
+"""Dr. GRPO (arXiv 2503.20783): mean_only, clip 0.2, constant divisor max_tokens, no KL."""
+ALGORITHM_PRESET_GSPO: AlgorithmPreset.ValueType  # 5
+"""GSPO (arXiv 2507.18071): group_norm, sequence ratio, clip 3e-4 and 4e-4, sequence_mean, no KL."""
+ALGORITHM_PRESET_CISPO: AlgorithmPreset.ValueType  # 6
+"""CISPO (arXiv 2506.13585): group_norm, weights clipped at 5 and not below, token_mean, no KL."""
+ALGORITHM_PRESET_RLOO: AlgorithmPreset.ValueType  # 7
+"""RLOO (arXiv 2402.14740): leave_one_out, no clip, sums over completions, KL k1 in the reward with 0.03."""
+ALGORITHM_PRESET_REINFORCE_PP: AlgorithmPreset.ValueType  # 8
+"""REINFORCE++ (arXiv 2501.03262): batch_norm, clip 0.2, token_mean, KL k1 in the reward of each token with 0.01; keeps
+groups of equal rewards (drop_zero_variance is false).
+"""
+ALGORITHM_PRESET_PPO_CLIP: AlgorithmPreset.ValueType  # 9
+"""PPO's clipped objective (arXiv 1707.06347) with the group's mean for a critic: mean_only, clip 0.2, token_mean, no KL,
+4 epochs.
+"""
+Global___AlgorithmPreset: _TypeAlias = AlgorithmPreset  # noqa: Y015
+
 class _AdvantageEstimator:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -35,12 +95,12 @@ class _AdvantageEstimatorEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Ad
     ADVANTAGE_ESTIMATOR_MEAN_ONLY: _AdvantageEstimator.ValueType  # 2
     """r - mean of the group (Dr. GRPO, arXiv 2503.20783)."""
     ADVANTAGE_ESTIMATOR_LEAVE_ONE_OUT: _AdvantageEstimator.ValueType  # 3
-    """r - mean of the others (RLOO, arXiv 2402.14740). Not served yet."""
+    """r - mean of the others (RLOO, arXiv 2402.14740)."""
     ADVANTAGE_ESTIMATOR_BATCH_NORM: _AdvantageEstimator.ValueType  # 4
-    """Normalised over the whole batch (REINFORCE++, arXiv 2501.03262). Not served yet."""
+    """Returns of tokens, normalised over the whole batch (REINFORCE++, arXiv 2501.03262). Groups of one are possible."""
 
 class AdvantageEstimator(_AdvantageEstimator, metaclass=_AdvantageEstimatorEnumTypeWrapper):
-    """AdvantageEstimator turns rewards of a group into advantages."""
+    """AdvantageEstimator turns rewards into advantages. A reward by turn or token credits the tokens before its end."""
 
 ADVANTAGE_ESTIMATOR_UNSPECIFIED: AdvantageEstimator.ValueType  # 0
 """Default: ADVANTAGE_ESTIMATOR_GROUP_NORM."""
@@ -49,10 +109,90 @@ ADVANTAGE_ESTIMATOR_GROUP_NORM: AdvantageEstimator.ValueType  # 1
 ADVANTAGE_ESTIMATOR_MEAN_ONLY: AdvantageEstimator.ValueType  # 2
 """r - mean of the group (Dr. GRPO, arXiv 2503.20783)."""
 ADVANTAGE_ESTIMATOR_LEAVE_ONE_OUT: AdvantageEstimator.ValueType  # 3
-"""r - mean of the others (RLOO, arXiv 2402.14740). Not served yet."""
+"""r - mean of the others (RLOO, arXiv 2402.14740)."""
 ADVANTAGE_ESTIMATOR_BATCH_NORM: AdvantageEstimator.ValueType  # 4
-"""Normalised over the whole batch (REINFORCE++, arXiv 2501.03262). Not served yet."""
+"""Returns of tokens, normalised over the whole batch (REINFORCE++, arXiv 2501.03262). Groups of one are possible."""
 Global___AdvantageEstimator: _TypeAlias = AdvantageEstimator  # noqa: Y015
+
+class _ImportanceRatio:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ImportanceRatioEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ImportanceRatio.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    IMPORTANCE_RATIO_UNSPECIFIED: _ImportanceRatio.ValueType  # 0
+    """Default: IMPORTANCE_RATIO_TOKEN."""
+    IMPORTANCE_RATIO_TOKEN: _ImportanceRatio.ValueType  # 1
+    """Each token."""
+    IMPORTANCE_RATIO_SEQUENCE: _ImportanceRatio.ValueType  # 2
+    """The geometric mean over a rollout (GSPO, arXiv 2507.18071)."""
+
+class ImportanceRatio(_ImportanceRatio, metaclass=_ImportanceRatioEnumTypeWrapper):
+    """ImportanceRatio is what of a policy is compared with the old one."""
+
+IMPORTANCE_RATIO_UNSPECIFIED: ImportanceRatio.ValueType  # 0
+"""Default: IMPORTANCE_RATIO_TOKEN."""
+IMPORTANCE_RATIO_TOKEN: ImportanceRatio.ValueType  # 1
+"""Each token."""
+IMPORTANCE_RATIO_SEQUENCE: ImportanceRatio.ValueType  # 2
+"""The geometric mean over a rollout (GSPO, arXiv 2507.18071)."""
+Global___ImportanceRatio: _TypeAlias = ImportanceRatio  # noqa: Y015
+
+class _OldPolicy:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _OldPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OldPolicy.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    OLD_POLICY_UNSPECIFIED: _OldPolicy.ValueType  # 0
+    """Default: OLD_POLICY_TRAINER with a correction or with several updates a batch, else OLD_POLICY_BEHAVIOUR."""
+    OLD_POLICY_BEHAVIOUR: _OldPolicy.ValueType  # 1
+    """What sampled, by the policy server's log-probabilities. Not with a correction."""
+    OLD_POLICY_TRAINER: _OldPolicy.ValueType  # 2
+    """The version that the step starts from, by the trainer's log-probabilities. In the first update the ratio is 1."""
+
+class OldPolicy(_OldPolicy, metaclass=_OldPolicyEnumTypeWrapper):
+    """OldPolicy is what the ratio is taken to."""
+
+OLD_POLICY_UNSPECIFIED: OldPolicy.ValueType  # 0
+"""Default: OLD_POLICY_TRAINER with a correction or with several updates a batch, else OLD_POLICY_BEHAVIOUR."""
+OLD_POLICY_BEHAVIOUR: OldPolicy.ValueType  # 1
+"""What sampled, by the policy server's log-probabilities. Not with a correction."""
+OLD_POLICY_TRAINER: OldPolicy.ValueType  # 2
+"""The version that the step starts from, by the trainer's log-probabilities. In the first update the ratio is 1."""
+Global___OldPolicy: _TypeAlias = OldPolicy  # noqa: Y015
+
+class _LossClip:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _LossClipEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LossClip.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    LOSS_CLIP_UNSPECIFIED: _LossClip.ValueType  # 0
+    """Default: LOSS_CLIP_PPO."""
+    LOSS_CLIP_PPO: _LossClip.ValueType  # 1
+    """min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A) (PPO, arXiv 1707.06347); clip-higher when they differ."""
+    LOSS_CLIP_DUAL: _LossClip.ValueType  # 2
+    """The same, and r at most dual_clip where A < 0 (arXiv 1912.09729)."""
+    LOSS_CLIP_CISPO: _LossClip.ValueType  # 3
+    """clip(r, 1 - clip_low, 1 + clip_high) as a constant weight of A * log-probability (CISPO, arXiv 2506.13585)."""
+    LOSS_CLIP_NONE: _LossClip.ValueType  # 4
+    """r * A."""
+
+class LossClip(_LossClip, metaclass=_LossClipEnumTypeWrapper):
+    """LossClip bounds the ratio r in the loss, with the advantage A."""
+
+LOSS_CLIP_UNSPECIFIED: LossClip.ValueType  # 0
+"""Default: LOSS_CLIP_PPO."""
+LOSS_CLIP_PPO: LossClip.ValueType  # 1
+"""min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A) (PPO, arXiv 1707.06347); clip-higher when they differ."""
+LOSS_CLIP_DUAL: LossClip.ValueType  # 2
+"""The same, and r at most dual_clip where A < 0 (arXiv 1912.09729)."""
+LOSS_CLIP_CISPO: LossClip.ValueType  # 3
+"""clip(r, 1 - clip_low, 1 + clip_high) as a constant weight of A * log-probability (CISPO, arXiv 2506.13585)."""
+LOSS_CLIP_NONE: LossClip.ValueType  # 4
+"""r * A."""
+Global___LossClip: _TypeAlias = LossClip  # noqa: Y015
 
 class _LossAggregation:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -67,7 +207,7 @@ class _LossAggregationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LossA
     LOSS_AGGREGATION_SEQUENCE_MEAN: _LossAggregation.ValueType  # 2
     """Mean over sequences of the mean over their tokens (GRPO)."""
     LOSS_AGGREGATION_CONSTANT: _LossAggregation.ValueType  # 3
-    """Sum over tokens divided by a constant (Dr. GRPO). Not served yet."""
+    """Mean over sequences of the sum over their tokens divided by loss_divisor (Dr. GRPO)."""
 
 class LossAggregation(_LossAggregation, metaclass=_LossAggregationEnumTypeWrapper):
     """LossAggregation weighs tokens and sequences."""
@@ -79,8 +219,134 @@ LOSS_AGGREGATION_TOKEN_MEAN: LossAggregation.ValueType  # 1
 LOSS_AGGREGATION_SEQUENCE_MEAN: LossAggregation.ValueType  # 2
 """Mean over sequences of the mean over their tokens (GRPO)."""
 LOSS_AGGREGATION_CONSTANT: LossAggregation.ValueType  # 3
-"""Sum over tokens divided by a constant (Dr. GRPO). Not served yet."""
+"""Mean over sequences of the sum over their tokens divided by loss_divisor (Dr. GRPO)."""
 Global___LossAggregation: _TypeAlias = LossAggregation  # noqa: Y015
+
+class _KlEstimator:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _KlEstimatorEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KlEstimator.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    KL_ESTIMATOR_UNSPECIFIED: _KlEstimator.ValueType  # 0
+    """Default: the preset's, or KL_ESTIMATOR_K3 in the loss and KL_ESTIMATOR_K1 in the reward."""
+    KL_ESTIMATOR_K1: _KlEstimator.ValueType  # 1
+    """d. Meant for the reward: in the loss its gradient is zero on average."""
+    KL_ESTIMATOR_K2: _KlEstimator.ValueType  # 2
+    """d * d / 2. Meant for the loss: there it has the KL's gradient."""
+    KL_ESTIMATOR_K3: _KlEstimator.ValueType  # 3
+    """exp(-d) + d - 1. Meant for the loss: in the reward it may drive the policy away from the base."""
+
+class KlEstimator(_KlEstimator, metaclass=_KlEstimatorEnumTypeWrapper):
+    """KlEstimator estimates KL(policy || base) from a token's log-probabilities, d = log policy - log base."""
+
+KL_ESTIMATOR_UNSPECIFIED: KlEstimator.ValueType  # 0
+"""Default: the preset's, or KL_ESTIMATOR_K3 in the loss and KL_ESTIMATOR_K1 in the reward."""
+KL_ESTIMATOR_K1: KlEstimator.ValueType  # 1
+"""d. Meant for the reward: in the loss its gradient is zero on average."""
+KL_ESTIMATOR_K2: KlEstimator.ValueType  # 2
+"""d * d / 2. Meant for the loss: there it has the KL's gradient."""
+KL_ESTIMATOR_K3: KlEstimator.ValueType  # 3
+"""exp(-d) + d - 1. Meant for the loss: in the reward it may drive the policy away from the base."""
+Global___KlEstimator: _TypeAlias = KlEstimator  # noqa: Y015
+
+class _KlPlacement:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _KlPlacementEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KlPlacement.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    KL_PLACEMENT_UNSPECIFIED: _KlPlacement.ValueType  # 0
+    """Default: KL_PLACEMENT_LOSS."""
+    KL_PLACEMENT_LOSS: _KlPlacement.ValueType  # 1
+    """A term of the loss."""
+    KL_PLACEMENT_REWARD: _KlPlacement.ValueType  # 2
+    """Taken off the rewards, without a gradient: of each token with BATCH_NORM, else of the rollout."""
+
+class KlPlacement(_KlPlacement, metaclass=_KlPlacementEnumTypeWrapper):
+    """KlPlacement is where the KL penalty goes."""
+
+KL_PLACEMENT_UNSPECIFIED: KlPlacement.ValueType  # 0
+"""Default: KL_PLACEMENT_LOSS."""
+KL_PLACEMENT_LOSS: KlPlacement.ValueType  # 1
+"""A term of the loss."""
+KL_PLACEMENT_REWARD: KlPlacement.ValueType  # 2
+"""Taken off the rewards, without a gradient: of each token with BATCH_NORM, else of the rollout."""
+Global___KlPlacement: _TypeAlias = KlPlacement  # noqa: Y015
+
+class _Overlong:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _OverlongEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Overlong.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    OVERLONG_UNSPECIFIED: _Overlong.ValueType  # 0
+    """Default: OVERLONG_KEEP."""
+    OVERLONG_KEEP: _Overlong.ValueType  # 1
+    """They train like all others."""
+    OVERLONG_FILTER: _Overlong.ValueType  # 2
+    """Those cut off are left out of the loss; their rewards still count in their group. Receipt: DROPPED_FILTERED."""
+    OVERLONG_PENALTY: _Overlong.ValueType  # 3
+    """Up to overlong_penalty is taken off the reward over the last overlong_buffer tokens of max_tokens (DAPO, arXiv
+    2503.14476, eq. 13).
+    """
+
+class Overlong(_Overlong, metaclass=_OverlongEnumTypeWrapper):
+    """Overlong is what becomes of rollouts that are (nearly) cut off by max_tokens."""
+
+OVERLONG_UNSPECIFIED: Overlong.ValueType  # 0
+"""Default: OVERLONG_KEEP."""
+OVERLONG_KEEP: Overlong.ValueType  # 1
+"""They train like all others."""
+OVERLONG_FILTER: Overlong.ValueType  # 2
+"""Those cut off are left out of the loss; their rewards still count in their group. Receipt: DROPPED_FILTERED."""
+OVERLONG_PENALTY: Overlong.ValueType  # 3
+"""Up to overlong_penalty is taken off the reward over the last overlong_buffer tokens of max_tokens (DAPO, arXiv
+2503.14476, eq. 13).
+"""
+Global___Overlong: _TypeAlias = Overlong  # noqa: Y015
+
+class _MismatchCorrection:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _MismatchCorrectionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MismatchCorrection.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MISMATCH_CORRECTION_UNSPECIFIED: _MismatchCorrection.ValueType  # 0
+    """Default: MISMATCH_CORRECTION_TOKEN_TRUNCATE, or NONE when tis_cap is 0."""
+    MISMATCH_CORRECTION_NONE: _MismatchCorrection.ValueType  # 1
+    """No weights."""
+    MISMATCH_CORRECTION_TOKEN_TRUNCATE: _MismatchCorrection.ValueType  # 2
+    """min(w, tis_cap) of each token (TIS)."""
+    MISMATCH_CORRECTION_TOKEN_MASK: _MismatchCorrection.ValueType  # 3
+    """w of each token, 0 outside mask_low to mask_high (MIS; IcePop, arXiv 2510.18855)."""
+    MISMATCH_CORRECTION_SEQUENCE_TRUNCATE: _MismatchCorrection.ValueType  # 4
+    """min(product of w over the rollout, tis_cap)."""
+    MISMATCH_CORRECTION_SEQUENCE_MASK: _MismatchCorrection.ValueType  # 5
+    """The product of w over the rollout, 0 outside mask_low to mask_high."""
+    MISMATCH_CORRECTION_GEOMETRIC_MASK: _MismatchCorrection.ValueType  # 6
+    """1, or 0 for a rollout whose geometric mean of w is outside mask_low to mask_high."""
+
+class MismatchCorrection(_MismatchCorrection, metaclass=_MismatchCorrectionEnumTypeWrapper):
+    """MismatchCorrection weighs tokens with w = trainer / behaviour, ratios of probabilities, because what sampled them was
+    another version, noisy, or another implementation. Tokens that a mask leaves out still count in the loss's divisor.
+    """
+
+MISMATCH_CORRECTION_UNSPECIFIED: MismatchCorrection.ValueType  # 0
+"""Default: MISMATCH_CORRECTION_TOKEN_TRUNCATE, or NONE when tis_cap is 0."""
+MISMATCH_CORRECTION_NONE: MismatchCorrection.ValueType  # 1
+"""No weights."""
+MISMATCH_CORRECTION_TOKEN_TRUNCATE: MismatchCorrection.ValueType  # 2
+"""min(w, tis_cap) of each token (TIS)."""
+MISMATCH_CORRECTION_TOKEN_MASK: MismatchCorrection.ValueType  # 3
+"""w of each token, 0 outside mask_low to mask_high (MIS; IcePop, arXiv 2510.18855)."""
+MISMATCH_CORRECTION_SEQUENCE_TRUNCATE: MismatchCorrection.ValueType  # 4
+"""min(product of w over the rollout, tis_cap)."""
+MISMATCH_CORRECTION_SEQUENCE_MASK: MismatchCorrection.ValueType  # 5
+"""The product of w over the rollout, 0 outside mask_low to mask_high."""
+MISMATCH_CORRECTION_GEOMETRIC_MASK: MismatchCorrection.ValueType  # 6
+"""1, or 0 for a rollout whose geometric mean of w is outside mask_low to mask_high."""
+Global___MismatchCorrection: _TypeAlias = MismatchCorrection  # noqa: Y015
 
 class _NoiseSchedule:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -198,20 +464,71 @@ class Algorithm(_message.Message):
     CLIP_HIGH_FIELD_NUMBER: _builtins.int
     KL_COEF_FIELD_NUMBER: _builtins.int
     TIS_CAP_FIELD_NUMBER: _builtins.int
+    PRESET_FIELD_NUMBER: _builtins.int
+    RATIO_FIELD_NUMBER: _builtins.int
+    OLD_POLICY_FIELD_NUMBER: _builtins.int
+    CLIP_FIELD_NUMBER: _builtins.int
+    DUAL_CLIP_FIELD_NUMBER: _builtins.int
+    LOSS_DIVISOR_FIELD_NUMBER: _builtins.int
+    KL_ESTIMATOR_FIELD_NUMBER: _builtins.int
+    KL_IN_FIELD_NUMBER: _builtins.int
+    ENTROPY_COEF_FIELD_NUMBER: _builtins.int
+    OVERLONG_FIELD_NUMBER: _builtins.int
+    OVERLONG_BUFFER_FIELD_NUMBER: _builtins.int
+    OVERLONG_PENALTY_FIELD_NUMBER: _builtins.int
+    CORRECTION_FIELD_NUMBER: _builtins.int
+    MASK_LOW_FIELD_NUMBER: _builtins.int
+    MASK_HIGH_FIELD_NUMBER: _builtins.int
+    EPOCHS_FIELD_NUMBER: _builtins.int
+    MINI_BATCHES_FIELD_NUMBER: _builtins.int
     advantage: Global___AdvantageEstimator.ValueType
     """Advantages."""
     aggregation: Global___LossAggregation.ValueType
     """Aggregation of the loss."""
     clip_low: _builtins.float
-    """Lower clip: ratios below 1 - clip_low are clipped. Unset: 0.2. With a tis_cap the clipped ratio is the one to the
-    version that the step starts from, 1 in a step of one update: then tis_cap bounds the update and no clip is active.
+    """Lower clip: ratios below 1 - clip_low are clipped. Unset: the preset's, or 0.2. With old_policy TRAINER the ratio is 1
+    in the first update of a step, so that with one update the clips are idle and the correction bounds it.
     """
     clip_high: _builtins.float
-    """Upper clip: ratios above 1 + clip_high are clipped. Unset: 0.28. As clip_low, it acts with tis_cap = 0 only."""
+    """Upper clip: ratios above 1 + clip_high are clipped; at least clip_low. Unset: the preset's, or 0.28."""
     kl_coef: _builtins.float
-    """Weight of the KL penalty to the base model (adapter off), k3 estimator. 0 means none."""
+    """Weight of the KL penalty to the base model (adapter off). Unset: the preset's, or 0, which means none."""
     tis_cap: _builtins.float
-    """Cap of the truncated importance sampling weight, which corrects sampler/trainer mismatch. Unset: 2. 0 means none."""
+    """Cap of corrections that truncate. Unset: 2. 0 without a correction means none."""
+    preset: Global___AlgorithmPreset.ValueType
+    """What unset fields are."""
+    ratio: Global___ImportanceRatio.ValueType
+    """Ratio."""
+    old_policy: Global___OldPolicy.ValueType
+    """What the ratio is taken to."""
+    clip: Global___LossClip.ValueType
+    """Clip."""
+    dual_clip: _builtins.float
+    """Bound of LOSS_CLIP_DUAL, above 1 + clip_high. Unset: 3."""
+    loss_divisor: _builtins.float
+    """Tokens that a rollout's sum is divided by, of LOSS_AGGREGATION_CONSTANT. Unset: the preset's, or max_tokens."""
+    kl_estimator: Global___KlEstimator.ValueType
+    """Estimator of the KL penalty."""
+    kl_in: Global___KlPlacement.ValueType
+    """Where the KL penalty goes."""
+    entropy_coef: _builtins.float
+    """Weight of the entropy bonus, which is aggregated as the loss is. 0 means none."""
+    overlong: Global___Overlong.ValueType
+    """Overlong rollouts."""
+    overlong_buffer: _builtins.int
+    """Tokens over which OVERLONG_PENALTY grows; at most max_tokens. 0 means a fifth of max_tokens."""
+    overlong_penalty: _builtins.float
+    """Most that OVERLONG_PENALTY takes off. Unset: 1."""
+    correction: Global___MismatchCorrection.ValueType
+    """Mismatch correction."""
+    mask_low: _builtins.float
+    """Lower bound of corrections that mask, at most 1. Unset: 0.5; 0 for SEQUENCE_MASK, 0.9 for GEOMETRIC_MASK."""
+    mask_high: _builtins.float
+    """Upper bound of corrections that mask, at least 1. Unset: 5; 3 for SEQUENCE_MASK, 1.1 for GEOMETRIC_MASK."""
+    epochs: _builtins.int
+    """Passes over a batch; 0 means the preset's, or 1."""
+    mini_batches: _builtins.int
+    """Parts of a batch that each make an update, at most groups_per_step; groups are shuffled in each epoch. 0 means 1."""
     def __init__(
         self,
         *,
@@ -219,23 +536,64 @@ class Algorithm(_message.Message):
         aggregation: Global___LossAggregation.ValueType = ...,
         clip_low: _builtins.float | None = ...,
         clip_high: _builtins.float | None = ...,
-        kl_coef: _builtins.float = ...,
+        kl_coef: _builtins.float | None = ...,
         tis_cap: _builtins.float | None = ...,
+        preset: Global___AlgorithmPreset.ValueType = ...,
+        ratio: Global___ImportanceRatio.ValueType = ...,
+        old_policy: Global___OldPolicy.ValueType = ...,
+        clip: Global___LossClip.ValueType = ...,
+        dual_clip: _builtins.float | None = ...,
+        loss_divisor: _builtins.float | None = ...,
+        kl_estimator: Global___KlEstimator.ValueType = ...,
+        kl_in: Global___KlPlacement.ValueType = ...,
+        entropy_coef: _builtins.float = ...,
+        overlong: Global___Overlong.ValueType = ...,
+        overlong_buffer: _builtins.int = ...,
+        overlong_penalty: _builtins.float | None = ...,
+        correction: Global___MismatchCorrection.ValueType = ...,
+        mask_low: _builtins.float | None = ...,
+        mask_high: _builtins.float | None = ...,
+        epochs: _builtins.int = ...,
+        mini_batches: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_tis_cap", b"_tis_cap", "clip_high", b"clip_high", "clip_low", b"clip_low", "tis_cap", b"tis_cap"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_dual_clip", b"_dual_clip", "_kl_coef", b"_kl_coef", "_loss_divisor", b"_loss_divisor", "_mask_high", b"_mask_high", "_mask_low", b"_mask_low", "_overlong_penalty", b"_overlong_penalty", "_tis_cap", b"_tis_cap", "clip_high", b"clip_high", "clip_low", b"clip_low", "dual_clip", b"dual_clip", "kl_coef", b"kl_coef", "loss_divisor", b"loss_divisor", "mask_high", b"mask_high", "mask_low", b"mask_low", "overlong_penalty", b"overlong_penalty", "tis_cap", b"tis_cap"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_tis_cap", b"_tis_cap", "advantage", b"advantage", "aggregation", b"aggregation", "clip_high", b"clip_high", "clip_low", b"clip_low", "kl_coef", b"kl_coef", "tis_cap", b"tis_cap"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_dual_clip", b"_dual_clip", "_kl_coef", b"_kl_coef", "_loss_divisor", b"_loss_divisor", "_mask_high", b"_mask_high", "_mask_low", b"_mask_low", "_overlong_penalty", b"_overlong_penalty", "_tis_cap", b"_tis_cap", "advantage", b"advantage", "aggregation", b"aggregation", "clip", b"clip", "clip_high", b"clip_high", "clip_low", b"clip_low", "correction", b"correction", "dual_clip", b"dual_clip", "entropy_coef", b"entropy_coef", "epochs", b"epochs", "kl_coef", b"kl_coef", "kl_estimator", b"kl_estimator", "kl_in", b"kl_in", "loss_divisor", b"loss_divisor", "mask_high", b"mask_high", "mask_low", b"mask_low", "mini_batches", b"mini_batches", "old_policy", b"old_policy", "overlong", b"overlong", "overlong_buffer", b"overlong_buffer", "overlong_penalty", b"overlong_penalty", "preset", b"preset", "ratio", b"ratio", "tis_cap", b"tis_cap"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__clip_high: _TypeAlias = _typing.Literal["clip_high"]  # noqa: Y015
     _WhichOneofArgType__clip_high: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high"]  # noqa: Y015
     _WhichOneofReturnType__clip_low: _TypeAlias = _typing.Literal["clip_low"]  # noqa: Y015
     _WhichOneofArgType__clip_low: _TypeAlias = _typing.Literal["_clip_low", b"_clip_low"]  # noqa: Y015
+    _WhichOneofReturnType__dual_clip: _TypeAlias = _typing.Literal["dual_clip"]  # noqa: Y015
+    _WhichOneofArgType__dual_clip: _TypeAlias = _typing.Literal["_dual_clip", b"_dual_clip"]  # noqa: Y015
+    _WhichOneofReturnType__kl_coef: _TypeAlias = _typing.Literal["kl_coef"]  # noqa: Y015
+    _WhichOneofArgType__kl_coef: _TypeAlias = _typing.Literal["_kl_coef", b"_kl_coef"]  # noqa: Y015
+    _WhichOneofReturnType__loss_divisor: _TypeAlias = _typing.Literal["loss_divisor"]  # noqa: Y015
+    _WhichOneofArgType__loss_divisor: _TypeAlias = _typing.Literal["_loss_divisor", b"_loss_divisor"]  # noqa: Y015
+    _WhichOneofReturnType__mask_high: _TypeAlias = _typing.Literal["mask_high"]  # noqa: Y015
+    _WhichOneofArgType__mask_high: _TypeAlias = _typing.Literal["_mask_high", b"_mask_high"]  # noqa: Y015
+    _WhichOneofReturnType__mask_low: _TypeAlias = _typing.Literal["mask_low"]  # noqa: Y015
+    _WhichOneofArgType__mask_low: _TypeAlias = _typing.Literal["_mask_low", b"_mask_low"]  # noqa: Y015
+    _WhichOneofReturnType__overlong_penalty: _TypeAlias = _typing.Literal["overlong_penalty"]  # noqa: Y015
+    _WhichOneofArgType__overlong_penalty: _TypeAlias = _typing.Literal["_overlong_penalty", b"_overlong_penalty"]  # noqa: Y015
     _WhichOneofReturnType__tis_cap: _TypeAlias = _typing.Literal["tis_cap"]  # noqa: Y015
     _WhichOneofArgType__tis_cap: _TypeAlias = _typing.Literal["_tis_cap", b"_tis_cap"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__clip_high) -> _WhichOneofReturnType__clip_high | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__clip_low) -> _WhichOneofReturnType__clip_low | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__dual_clip) -> _WhichOneofReturnType__dual_clip | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__kl_coef) -> _WhichOneofReturnType__kl_coef | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__loss_divisor) -> _WhichOneofReturnType__loss_divisor | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__mask_high) -> _WhichOneofReturnType__mask_high | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__mask_low) -> _WhichOneofReturnType__mask_low | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__overlong_penalty) -> _WhichOneofReturnType__overlong_penalty | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__tis_cap) -> _WhichOneofReturnType__tis_cap | None: ...
 
@@ -350,7 +708,7 @@ class RunConfig(_message.Message):
     DROP_ZERO_VARIANCE_FIELD_NUMBER: _builtins.int
     CANARY_TOLERANCE_FIELD_NUMBER: _builtins.int
     group_size: _builtins.int
-    """Rollouts a group; 0 means 8."""
+    """Rollouts a group; 0 means 8. 1 needs ADVANTAGE_ESTIMATOR_BATCH_NORM and drop_zero_variance = false."""
     groups_per_step: _builtins.int
     """Groups a training batch; 0 means 4."""
     temperature: _builtins.float
@@ -366,7 +724,7 @@ class RunConfig(_message.Message):
     seed: _builtins.int
     """Seed of adapters, batches and noise."""
     drop_zero_variance: _builtins.bool
-    """Whether groups whose rewards are all equal are dropped. Unset: true."""
+    """Whether groups whose rewards are all equal are dropped. Unset: the algorithm's preset's, or true."""
     canary_tolerance: _builtins.float
     """Largest mean |difference| of log-probabilities that the canary allows. Unset: 1e-3 in float32, 0.25 in bfloat16, 0.05 in float16."""
     @_builtins.property
@@ -1013,7 +1371,10 @@ class RunReport(_message.Message):
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Numbers by name: "reward_mean", "reward_std", "entropy", "mismatch_kl", "logprob_gap", "behaviour_gap",
         "ratio_mean", "clipped_share", "grad_norm", "loss", "lag_mean", "lag_max", "sigma", "tokens", "tokens_computed",
-        "groups_zero_variance" and others. Tokens are the policy's own; those of an environment are not counted.
+        "groups_zero_variance" and others. Of the mismatch between what sampled and the trainer: "mismatch_kl_k1",
+        "mismatch_kl_k3", "logprob_abs_diff", "ess" (effective sample size, a share), "correction_mean" (weight) and
+        "correction_limited_share" (of tokens, by a cap or a mask). Of several updates: "updates", and "update_kl" from the
+        first to the last. Tokens are the policy's own; those of an environment are not counted.
         "logprob_gap" and "behaviour_gap" are mean |differences| of log-probabilities between policy servers and trainer on
         a few rollouts of the batch, in nats a token: the new version without noise (the canary), and the versions that
         sampled the rollouts under their own noise and the run's temperature.
