@@ -15,7 +15,7 @@ from qerld_kernels.nvfp4 import dequantize, quantize
 from qerld_learner.trainer import lora
 from qerld_learner.trainer.messages import LoraShape, NoiseSpec, TrainerConfig
 from qerld_learner.trainer.model import BaseModel
-from qerld_learner.trainer.nvfp4_linear import Nvfp4Linear, Scratch, scaled_product
+from qerld_learner.trainer.packed_linear import PackedLinear, Scratch, scaled_product
 from qerld_learner.trainer.packing import TokenSequence, build_tree
 from qerld_learner.trainer.step import load_weights, token_logprobs
 from torch import Tensor, nn
@@ -49,12 +49,12 @@ def some_sequences() -> list[TokenSequence]:
 
 @pytest.mark.parametrize("cache", [False, True])
 @pytest.mark.parametrize(("rows", "columns"), [(48, 32), (5, 16), (64, 176)])
-def test_nvfp4_linear_equals_the_dequantised_layer(rows: int, columns: int, cache: bool) -> None:
+def test_packed_linear_equals_the_dequantised_layer(rows: int, columns: int, cache: bool) -> None:
     torch.manual_seed(rows)
     weight, bias = quantize(torch.randn(rows, columns)), torch.randn(rows)
     scratch = Scratch(torch.float32, torch.device("cpu"))
-    layer = Nvfp4Linear(weight, bias, scratch, cache=cache)
-    other = Nvfp4Linear(quantize(torch.randn(256, 256)), None, scratch)
+    layer = PackedLinear(weight, bias, scratch, cache=cache)
+    other = PackedLinear(quantize(torch.randn(256, 256)), None, scratch)
     reference = nn.Linear(columns, rows)
     reference.weight.data, reference.bias.data = dequantize(weight), bias
     x, again = (
