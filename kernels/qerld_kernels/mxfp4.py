@@ -77,6 +77,6 @@ def dequantize(tensor: Mxfp4Tensor, dtype: torch.dtype = torch.float32) -> torch
 
 
 def _codes(amax: torch.Tensor) -> torch.Tensor:
-    """int32 of fp32 [blocks]; a block of zeros has 2⁰, and none is subnormal: 2⁻¹²⁶ is the least."""
+    """int32 of fp32 [blocks], from 2⁻¹²⁶, where fp32 is still normal, to 2¹²⁵, of which six are finite; zeros: 2⁰."""
     exponent = (amax.view(torch.int32) + _ROUND_UP) >> 23
-    return torch.where(amax == 0, _ONE, (exponent - _LARGEST_EXPONENT).clamp_min(1))
+    return torch.where(amax == 0, _ONE, (exponent - _LARGEST_EXPONENT).clamp(1, 252))
