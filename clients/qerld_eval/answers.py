@@ -1,0 +1,59 @@
+"""Whether a completion's final answer is the reference's. Runs in the judge's process: see `judging`."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+# What math-verify logs of an answer that it cannot parse is no news, and its warning about threads does not hold here.
+logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_HASHED = re.compile(r"####\s*(\S[^\n]*)")
+
+
+def is_right(text: str, reference: str) -> bool:
+    r"""Return whether a completion answers as the reference does.
+
+    The final answer is the last `\boxed{…}`, else the last `<answer>…</answer>`, else what follows the last `####`,
+    else what math-verify finds in the whole text. Equal texts are right; otherwise math-verify parses both (LaTeX, or
+    plain numbers and expressions) and compares them as mathematics: "0.5" is "\frac{1}{2}".
+    """
+    final = final_answer(text)
+    if final is not None and plain(final) == plain(reference):
+        return True
+    from math_verify import parse, verify
+
+    gold = parse(f"\\boxed{{{reference}}}", parsing_timeout=5)
+    said = parse(text if final is None else f"\\boxed{{{final}}}", parsing_timeout=5)
+    return bool(gold) and bool(said) and bool(verify(gold, said, timeout_seconds=5))
+
+
+def final_answer(text: str) -> str | None:
+    """Return the answer that a completion marks as its last, or None when it marks none."""
+    if (boxed := _last_boxed(text)) is not None:
+        return boxed
+    for pattern in (_TAGGED, _HASHED):
+        if found := pattern.findall(text):
+            return str(found[-1]).strip()
+    return None
+
+
+def plain(answer: str) -> str:
+    """Return an answer without what carries no meaning: blanks, dollar signs, separators of thousands, final dots."""
+    text = re.sub(r"\\[,;! ]|\\left|\\right|[\s$]", "", answer.replace("\\$", ""))
+    text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").rstrip(".")
+    return re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
+
+
+def _last_boxed(text: str) -> str | None:
+    r"""Return what is in the last \boxed{…} whose braces balance."""
+    begin = text.rfind("\\boxed{")
+    while begin >= 0:
+        depth = 0
+        for position in range(begin + len("\\boxed"), len(text)):
+            depth += {"{": 1, "}": -1}.get(text[position], 0)
+            if depth == 0:
+                return text[begin + len("\\boxed{") : position].strip()
+        begin = text.rfind("\\boxed{", 0, begin)
+    return None
