@@ -42,6 +42,13 @@ STEP_GAUGES: dict[str, str] = {
     "sigma": "Standard deviation of the noise of the newest version.",
     "lag_mean": "Mean lag of the trained spans: learner version minus the version that made them.",
     "lag_max": "Largest lag of the trained spans: learner version minus the version that made them.",
+    "eval_accuracy": "Held-out evaluation without noise: mean share of right samples (pass@1).",
+    "eval_accuracy_low": "Lower end of its 95% confidence interval.",
+    "eval_accuracy_high": "Upper end of its 95% confidence interval.",
+    "eval_pass_at_k": "Held-out evaluation: share of problems of which at least one sample is right.",
+    "eval_truncated_share": "Held-out evaluation: share of completions that were cut off.",
+    "eval_tokens_mean": "Held-out evaluation: mean tokens of a completion.",
+    "eval_failed": "1 when the last held-out evaluation failed, see the log; 0 when it worked.",
     "zero_variance_share": "Share of ready groups whose rewards were all equal, since the step before.",
 }
 """Step metric (as in `qerld.v1.RunReport`) → help of the gauge `qerld_<name>`."""

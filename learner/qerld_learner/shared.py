@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -63,8 +65,23 @@ class Shared:
     trainer: TrainerHost
     fence: int
     runs: Pulses = field(default_factory=Pulses)
+    # How many evaluations need a (run, version): it stays on policy servers, and its files stay.
+    evaluated: Counter[tuple[str, int]] = field(default_factory=Counter)
     # A receipt of None: the run was deleted, no more will come.
     receipts: Broadcast[tuple[str, Receipt | None]] = field(default_factory=Broadcast)
+
+    @contextmanager
+    def evaluating(self, run: str, version: int) -> Iterator[None]:
+        """Keep a version for an evaluation, beyond its time in training."""
+        self.evaluated[run, version] += 1
+        try:
+            yield
+        finally:
+            self.evaluated[run, version] -= 1
+
+    def evaluated_of(self, run: str) -> frozenset[int]:
+        """Return the versions of a run that are being evaluated."""
+        return frozenset(version for (of, version), count in self.evaluated.items() if of == run and count)
 
     def publish(self, run: str, closed: Closed) -> None:
         """Tell everyone what a committed transaction closed."""
