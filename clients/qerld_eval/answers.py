@@ -16,11 +16,11 @@ def is_right(text: str, reference: str) -> bool:
     r"""Return whether a completion answers as the reference does.
 
     The final answer is the last `\boxed{…}`, else the last `<answer>…</answer>`, else what follows the last `####`,
-    else what math-verify finds in the whole text. Equal texts are right; otherwise math-verify parses both (LaTeX, or
+    else the whole text, or what math-verify finds in it. Equal texts are right; otherwise math-verify parses both (LaTeX, or
     plain numbers and expressions) and compares them as mathematics: "0.5" is "\frac{1}{2}".
     """
     final = final_answer(text)
-    if final is not None and plain(final) == plain(reference):
+    if plain(text if final is None else final) == plain(reference):
         return True
     from math_verify import parse, verify
 

@@ -84,6 +84,7 @@ def metrics_of(summary: Summary) -> dict[str, float]:
         "eval_truncated_share": summary.truncated_share,
         "eval_tokens_mean": summary.mean_tokens,
         "eval_unjudged": float(summary.unjudged),
+        "eval_failed": 0.0,
     }
 
 

@@ -42,6 +42,11 @@ STEP_GAUGES: dict[str, str] = {
     "sigma": "Standard deviation of the noise of the newest version.",
     "lag_mean": "Mean lag of the trained spans: learner version minus the version that made them.",
     "lag_max": "Largest lag of the trained spans: learner version minus the version that made them.",
+    "zero_variance_share": "Share of ready groups whose rewards were all equal, since the step before.",
+}
+"""Step metric (as in `qerld.v1.RunReport`) → help of the gauge `qerld_<name>`."""
+
+EVALUATION_GAUGES: dict[str, str] = {
     "eval_accuracy": "Held-out evaluation without noise: mean share of right samples (pass@1).",
     "eval_accuracy_low": "Lower end of its 95% confidence interval.",
     "eval_accuracy_high": "Upper end of its 95% confidence interval.",
@@ -49,9 +54,8 @@ STEP_GAUGES: dict[str, str] = {
     "eval_truncated_share": "Held-out evaluation: share of completions that were cut off.",
     "eval_tokens_mean": "Held-out evaluation: mean tokens of a completion.",
     "eval_failed": "1 when the last held-out evaluation failed, see the log; 0 when it worked.",
-    "zero_variance_share": "Share of ready groups whose rewards were all equal, since the step before.",
 }
-"""Step metric (as in `qerld.v1.RunReport`) → help of the gauge `qerld_<name>`."""
+"""The same of reports with a held-out evaluation."""
 
 OPEN_STATES = (
     GroupState.QUEUED,
@@ -101,7 +105,8 @@ class LearnerMetrics(Observer):
         self._computed_tokens = self._counter(
             "qerld_computed_tokens_total", "Tokens that the trainer computed, shared prompts once.", run
         )
-        self._step_gauges = {name: self._gauge(f"qerld_{name}", text, run) for name, text in STEP_GAUGES.items()}
+        gauges = STEP_GAUGES | EVALUATION_GAUGES
+        self._step_gauges = {name: self._gauge(f"qerld_{name}", text, run) for name, text in gauges.items()}
         self._live_version = self._gauge("qerld_live_version", "Policy version that is live.", run)
         self._swap = self._histogram(
             "qerld_swap_seconds", "Seconds from a version's commit until it was live.", run, PHASE_BUCKETS

@@ -1462,8 +1462,8 @@ class RunReport(_message.Message):
         sampled the rollouts under their own noise and the run's temperature.
         Where the version was evaluated (held-out problems, no noise): "eval_accuracy" (the mean over problems of the share of
         right samples: pass@1) with its 95% interval "eval_accuracy_low" and "eval_accuracy_high", "eval_pass_at_k" (at least
-        one of the samples is right), "eval_problems", "eval_samples", "eval_truncated_share", "eval_tokens_mean" and
-        "eval_unjudged".
+        one of the samples is right), "eval_problems", "eval_samples", "eval_truncated_share", "eval_tokens_mean",
+        "eval_unjudged" and "eval_failed" (1, without the others, when it did not work; the log says why).
         """
 
     @_builtins.property
