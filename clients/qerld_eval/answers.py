@@ -16,8 +16,8 @@ def is_right(text: str, reference: str) -> bool:
     r"""Return whether a completion answers as the reference does.
 
     The final answer is the last `\boxed{…}`, else the last `<answer>…</answer>`, else what follows the last `####`,
-    else the whole text, or what math-verify finds in it. Equal texts are right; otherwise math-verify parses both (LaTeX, or
-    plain numbers and expressions) and compares them as mathematics: "0.5" is "\frac{1}{2}".
+    else the whole text, or what math-verify finds in it. Equal texts are right; otherwise math-verify parses both
+    (LaTeX, or plain numbers and expressions) and compares them as mathematics: "0.5" is "\frac{1}{2}".
     """
     final = final_answer(text)
     if plain(text if final is None else final) == plain(reference):

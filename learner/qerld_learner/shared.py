@@ -78,10 +78,12 @@ class Shared:
             yield
         finally:
             self.evaluated[run, version] -= 1
+            if not self.evaluated[run, version]:
+                del self.evaluated[run, version]
 
-    def evaluated_of(self, run: str) -> frozenset[int]:
-        """Return the versions of a run that are being evaluated."""
-        return frozenset(version for (of, version), count in self.evaluated.items() if of == run and count)
+    def evaluated_of(self, run: str) -> tuple[int, ...]:
+        """Return the versions of a run that are being evaluated, the first one first: it keeps its slot."""
+        return tuple(version for of, version in self.evaluated if of == run)
 
     def publish(self, run: str, closed: Closed) -> None:
         """Tell everyone what a committed transaction closed."""

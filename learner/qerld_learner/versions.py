@@ -54,14 +54,15 @@ async def adapter_file(shared: Shared, run: str, version: int, name: str) -> tup
         raise gone from None
 
 
-def desired_of_run(connection: Connection, run: str, evaluated: frozenset[int] = frozenset()) -> list[DesiredVersion]:
+def desired_of_run(connection: Connection, run: str, evaluated: Sequence[int] = ()) -> list[DesiredVersion]:
     """Return what servers should have of a run, most important first: live, rising, still sampling, evaluated."""
     live, rising = (runs.versions_in(connection, run, states) for states in ((VersionState.LIVE,), _RISING))
     sampling = runs.find_versions(connection, run, group_versions(connection, run, GroupState.SAMPLING))
     older = [v for v, _folder in sampling.values() if v.state is VersionState.RETIRED]
     older.sort(key=lambda v: v.version, reverse=True)
-    wanted = evaluated - {v.version for v in (*live, *rising, *older)}
-    older += [v for v, _folder in runs.find_versions(connection, run, sorted(wanted)).values()]
+    named = {v.version for v in (*live, *rising, *older)}
+    found = runs.find_versions(connection, run, evaluated)
+    older += [found[number][0] for number in evaluated if number in found and number not in named]
     return [
         DesiredVersion(v.run, v.version, v.adapter_sha256, v.noise, v.state is VersionState.LIVE)
         for v in (*live, *rising, *older)
@@ -69,7 +70,7 @@ def desired_of_run(connection: Connection, run: str, evaluated: frozenset[int] =
 
 
 def collectable(
-    kept: Sequence[tuple[VersionRecord, str]], keep: int, max_lag: int, evaluated: frozenset[int] = frozenset()
+    kept: Sequence[tuple[VersionRecord, str]], keep: int, max_lag: int, evaluated: Sequence[int] = ()
 ) -> list[tuple[VersionRecord, str]]:
     """Return versions whose folders nobody needs: not newest, pinned, live, rising or evaluated, nor within the lag.
 
@@ -99,9 +100,7 @@ async def publish_desired(shared: Shared) -> None:
     shared.pool.want(first + [version for versions in by_run for version in versions[2:]])
 
 
-def forget_old(
-    connection: Connection, run: str, keep: int, max_lag: int, evaluated: frozenset[int] = frozenset()
-) -> set[str]:
+def forget_old(connection: Connection, run: str, keep: int, max_lag: int, evaluated: Sequence[int] = ()) -> set[str]:
     """Forget the folders of old versions; returns those that may be deleted."""
     old = collectable(runs.kept_versions(connection, run), keep, max_lag, evaluated)
     runs.forget_folders(connection, run, [v.version for v, _folder in old])
