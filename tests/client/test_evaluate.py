@@ -34,7 +34,7 @@ from qerld_learner.metrics import EVALUATION_GAUGES
 from qerld_service import cli
 from support.policy import until
 
-from .conftest import Target, loop_of
+from .conftest import Target, loop_of, policy_of, serving_learner
 
 if TYPE_CHECKING:
     from qerld_service.engine import PolicyEngine
@@ -269,6 +269,43 @@ async def test_a_pause_ends_the_evaluation_and_the_run_goes_on_with_it(world: Wo
     (report,) = await training
     assert (report.metrics["eval_problems"], report.metrics["eval_samples"]) == (200, 4)
     await world.client.delete_run("paused")
+
+
+async def test_a_run_that_is_deleted_ends_its_evaluation(world: World) -> None:
+    await world.client.create_run("doomed", config())
+    long = Sampling(max_tokens=200, temperature=2.0)
+    stream = world.client.evaluate("doomed", 0, world.prompts * 100, samples=4, sampling=long, timeout=200)
+    await anext(aiter(stream))
+    await world.client.delete_run("doomed")
+    with pytest.raises(NotFoundError, match="doomed"):
+        async for _ in stream:
+            pass
+    await until(lambda: sum(world.engine.stats.in_flight.values()) == 0)
+
+
+async def test_a_server_that_goes_away_costs_nothing_but_time(
+    engine: PolicyEngine, tiny_model: tuple[Path, Path], tmp_path: Path
+) -> None:
+    prompts = [[{"role": "user", "content": f"question {i}"}] for i in range(300)]
+    sampling = Sampling(max_tokens=60, temperature=2.0)
+    learner = serving_learner(tiny_model[1], tmp_path / "learner")
+    async with learner as target, AsyncClient(target.address) as client:
+        found: list[tuple[int, int]] = []
+
+        async def collect() -> None:
+            stream = client.evaluate("run", 0, prompts, samples=2, sampling=sampling, timeout=240)
+            async for one in stream:
+                found.append((one.prompt_index, one.sample_index))
+
+        await client.create_run("run", config())
+        collecting = asyncio.create_task(collect())
+        async with policy_of(engine, tiny_model[1], target, tmp_path / "one"):
+            await until(lambda: bool(found))
+        assert len(found) < 2 * len(prompts)  # else nothing was lost
+        async with policy_of(engine, tiny_model[1], target, tmp_path / "two"):
+            async with asyncio.timeout(240):
+                await collecting
+    assert sorted(found) == [(i, s) for i in range(len(prompts)) for s in range(2)]
 
 
 async def run_cli(*argv: str) -> int:
