@@ -10,16 +10,20 @@ logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _HASHED = re.compile(r"####\s*(\S[^\n]*)")
+_HASHED_LINE = re.compile(r"####\s*(\S[^\n]*)\n")
 
 
-def is_right(text: str, reference: str) -> bool:
+def is_right(text: str, reference: str, cut_off: bool = False) -> bool:
     r"""Return whether a completion answers as the reference does.
 
     The final answer is the last `\boxed{…}`, else the last `<answer>…</answer>`, else what follows the last `####`,
     else the whole text, or what math-verify finds in it. Equal texts are right; otherwise math-verify parses both
-    (LaTeX, or plain numbers and expressions) and compares them as mathematics: "0.5" is "\frac{1}{2}".
+    (LaTeX, or plain numbers and expressions) and compares them as mathematics: "0.5" is "\frac{1}{2}". A completion
+    that was cut off is right only by an answer that is closed: "The answer is 80" may have been on its way to 800.
     """
-    final = final_answer(text)
+    final = final_answer(text, cut_off)
+    if final is None and cut_off:
+        return False
     if plain(text if final is None else final) == plain(reference):
         return True
     from math_verify import parse, verify
@@ -29,11 +33,14 @@ def is_right(text: str, reference: str) -> bool:
     return bool(gold) and bool(said) and bool(verify(gold, said, timeout_seconds=5))
 
 
-def final_answer(text: str) -> str | None:
-    """Return the answer that a completion marks as its last, or None when it marks none."""
+def final_answer(text: str, cut_off: bool = False) -> str | None:
+    """Return the answer that a completion marks as its last, or None when it marks none.
+
+    With `cut_off` the text's last line may lack its end, and an answer behind #### counts only with its line's end.
+    """
     if (boxed := _last_boxed(text)) is not None:
         return boxed
-    for pattern in (_TAGGED, _HASHED):
+    for pattern in (_TAGGED, _HASHED_LINE if cut_off else _HASHED):
         if found := pattern.findall(text):
             return str(found[-1]).strip()
     return None

@@ -1,4 +1,4 @@
-"""The process of a `Judge`: a line [completion, reference] in, a line true, false or null out, until the input ends."""
+"""The process of a `Judge`: lines [completion, reference, cut off] in, for each a line true, false or null out."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ def main() -> None:
     verdicts = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     for line in sys.stdin:
-        text, reference = json.loads(line)
-        verdicts.write(json.dumps(_verdict(text, reference)) + "\n")
+        verdicts.write(json.dumps(_verdict(*json.loads(line))) + "\n")
         verdicts.flush()
 
 
-def _verdict(text: str, reference: str) -> bool | None:
+def _verdict(text: str, reference: str, cut_off: bool) -> bool | None:
     try:
-        return is_right(text, reference)
+        return is_right(text, reference, cut_off)
     # What a model wrote may break a parser in any way (math-verify's time-out is a BaseException): that is no verdict.
     except BaseException:
         return None

@@ -33,15 +33,15 @@ class Judge:
         self._process: subprocess.Popen[str] | None = None
         self._warm = False
 
-    def right(self, text: str, reference: str) -> bool | None:
-        """Return whether a completion is right, None when that could not be found out in time."""
+    def right(self, text: str, reference: str, *, cut_off: bool = False) -> bool | None:
+        """Return what `answers.is_right` says, None when it could not say so in time."""
         process = self._process = self._process or self._start()
         assert process.stdin is not None
         assert process.stdout is not None
         timer = threading.Timer(self._seconds if self._warm else max(START_SECONDS, self._seconds), process.kill)
         timer.start()
         try:
-            process.stdin.write(json.dumps([text, reference]) + "\n")
+            process.stdin.write(json.dumps([text, reference, cut_off]) + "\n")
             process.stdin.flush()
             line = process.stdout.readline()
         except BrokenPipeError:

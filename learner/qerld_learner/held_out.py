@@ -143,5 +143,6 @@ async def _judged(problems: Sequence[Problem], completed: Sequence[Completed]) -
 
 
 def _verdict(judge: Judge, problems: Sequence[Problem], one: Completed) -> Completion:
-    right = judge.right(one.text, problems[one.prompt_index].answer)
-    return Completion(one.prompt_index, right, len(one.ids), one.finish_reason is FinishReason.LENGTH)
+    cut_off = one.finish_reason is FinishReason.LENGTH
+    right = judge.right(one.text, problems[one.prompt_index].answer, cut_off=cut_off)
+    return Completion(one.prompt_index, right, len(one.ids), cut_off)

@@ -174,7 +174,7 @@ def evaluate(client: Client, what: Evaluation, problems: Sequence[Problem], give
         judge, responses = stack.enter_context(Judge()), stack.enter_context(stream)
         for response in followed(responses, len(problems) * what.samples):
             problem = problems[response.prompt_index]
-            right = judge.right(response.text, problem.answer)
+            right = judge.right(response.text, problem.answer, cut_off=was_cut_off(response))
             judged.append(judged_completion(response, right))
             if out is not None:
                 write_completion(out, response, problem, right)
@@ -189,8 +189,11 @@ def followed(responses: Iterator[policy_pb2.EvaluateResponse], total: int) -> It
 
 
 def judged_completion(response: policy_pb2.EvaluateResponse, right: bool | None) -> Completion:
-    truncated = response.finish_reason == common_pb2.FINISH_REASON_LENGTH
-    return Completion(response.prompt_index, right, len(response.completion.ids), truncated)
+    return Completion(response.prompt_index, right, len(response.completion.ids), was_cut_off(response))
+
+
+def was_cut_off(response: policy_pb2.EvaluateResponse) -> bool:
+    return response.finish_reason == common_pb2.FINISH_REASON_LENGTH
 
 
 def write_completion(out: TextIO, response: policy_pb2.EvaluateResponse, problem: Problem, right: bool | None) -> None:
@@ -202,7 +205,7 @@ def write_completion(out: TextIO, response: policy_pb2.EvaluateResponse, problem
         "completion": response.text,
         "right": right,
         "tokens": len(response.completion.ids),
-        "truncated": response.finish_reason == common_pb2.FINISH_REASON_LENGTH,
+        "truncated": was_cut_off(response),
     }
     out.write(json.dumps(line, ensure_ascii=False) + "\n")
 
@@ -227,7 +230,7 @@ def table(what: Evaluation, summary: Summary, seconds: float) -> Table:
     for name, estimate in summary.estimates.items():
         shown.add_row(name, f"{estimate.value:.1%}", f"{estimate.low:.1%} to {estimate.high:.1%} ({estimate.method})")
     shown.add_section()
-    shown.add_row("problems", str(summary.problems), Path(what.file).name)
+    shown.add_row("problems", str(summary.problems), what.file)
     shown.add_row("tokens of a completion", f"{summary.mean_tokens:.1f}", f"at most {what.max_tokens}")
     shown.add_row("cut off", f"{summary.truncated_share:.1%}", "raise --max-tokens" if summary.truncated_share else "")
     if summary.unjudged:

@@ -61,6 +61,24 @@ def test_wrong(judge: Judge, text: str, reference: str) -> None:
     assert judge.right(text, reference) is False
 
 
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("The answer is 80", False),
+        ("80", False),
+        ("#### 80", False),
+        ("#### 80\nThat", True),
+        ("#### 80\nThat is #### 90", True),
+        ("So \\boxed{80} and", True),
+        ("So \\boxed{80", False),
+        ("<answer>80</answer>", True),
+        ("<answer>80", False),
+    ],
+)
+def test_what_was_cut_off_is_right_by_a_closed_answer_only(judge: Judge, text: str, right: bool) -> None:
+    assert judge.right(text, "80", cut_off=True) is right
+
+
 def test_a_judge_that_hangs_is_ended_and_the_next_answer_has_another() -> None:
     with Judge(seconds=0.5) as judge:
         assert judge.right("\\boxed{1}", "1") is True
