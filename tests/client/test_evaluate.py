@@ -44,7 +44,7 @@ STEPS = 3
 STOP = common_pb2.FINISH_REASON_STOP
 RIGHT, WRONG = 5, 3
 TOKENS = 24
-QUESTIONS = [f"What comes after {number}?" for number in range(400)]
+QUESTIONS = [f"What comes after {number}?" for number in range(600)]
 
 
 def config(**changes: object) -> RunConfig:
@@ -254,6 +254,21 @@ async def test_an_evaluation_that_takes_too_long_does_not_stop_the_run(world: Wo
     (report,) = await train(world.client, "hurried")
     assert {k: v for k, v in report.metrics.items() if k.startswith("eval_")} == {"eval_failed": 1}
     await world.client.delete_run("hurried")
+
+
+async def test_several_samples_and_a_prompt_beyond_the_context(world: World) -> None:
+    """Such a prompt counts as wrong and cut off; the others are evaluated."""
+    long = world.file.with_name("long.jsonl")
+    lines = [json.dumps({"problem": "word " * words, "answer": "123456789"}) for words in (1, 5000)]
+    long.write_text("\n".join(lines))
+    evaluation = HeldOutEvaluation(every_steps=5, file=long.name, samples=3, temperature=0.5, max_tokens=4)
+    await world.client.create_run("long", config(evaluation=evaluation, max_steps=1))
+    (report,) = await train(world.client, "long")  # the last step's, whatever every_steps
+    metrics = report.metrics
+    assert (metrics["eval_problems"], metrics["eval_samples"], metrics["eval_accuracy"]) == (2, 3, 0)
+    assert metrics["eval_truncated_share"] >= 0.5
+    assert 0 < metrics["eval_tokens_mean"] <= 2
+    await world.client.delete_run("long")
 
 
 async def test_a_pause_ends_the_evaluation_and_the_run_goes_on_with_it(world: World) -> None:

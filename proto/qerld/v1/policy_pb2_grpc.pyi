@@ -49,7 +49,8 @@ class PolicyServiceStub:
     """Evaluate runs prompts against a version without noise and streams the completions in the order in which they are
     finished; nothing is stored or trained. A version that policy servers do not have is loaded for as long as the call
     lasts: RESOURCE_EXHAUSTED when none has a slot for it, NOT_FOUND when its files were collected. While a policy server
-    loads or restarts, the stream waits. Cancelling the call cancels the sampling.
+    loads or restarts, the stream waits; when every one is in quarantine, was refused or refuses the version, the call
+    fails with FAILED_PRECONDITION and says why. Cancelling the call cancels the sampling.
     """
 
 @_typing.type_check_only
@@ -73,7 +74,8 @@ class PolicyServiceAsyncStub(PolicyServiceStub):
     """Evaluate runs prompts against a version without noise and streams the completions in the order in which they are
     finished; nothing is stored or trained. A version that policy servers do not have is loaded for as long as the call
     lasts: RESOURCE_EXHAUSTED when none has a slot for it, NOT_FOUND when its files were collected. While a policy server
-    loads or restarts, the stream waits. Cancelling the call cancels the sampling.
+    loads or restarts, the stream waits; when every one is in quarantine, was refused or refuses the version, the call
+    fails with FAILED_PRECONDITION and says why. Cancelling the call cancels the sampling.
     """
 
 class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -136,7 +138,8 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
         """Evaluate runs prompts against a version without noise and streams the completions in the order in which they are
         finished; nothing is stored or trained. A version that policy servers do not have is loaded for as long as the call
         lasts: RESOURCE_EXHAUSTED when none has a slot for it, NOT_FOUND when its files were collected. While a policy server
-        loads or restarts, the stream waits. Cancelling the call cancels the sampling.
+        loads or restarts, the stream waits; when every one is in quarantine, was refused or refuses the version, the call
+        fails with FAILED_PRECONDITION and says why. Cancelling the call cancels the sampling.
         """
 
 def add_PolicyServiceServicer_to_server(servicer: PolicyServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
