@@ -16,6 +16,7 @@ from sqlalchemy import Connection
 from .creation import RunCreator, slots_of_all
 from .deletion import RunDeleter
 from .errors import InvalidRequestError, NotFoundError, PreconditionError, Violation
+from .evaluation import EvaluationSpec, Take, evaluate
 from .fingerprints import fingerprints_of
 from .groups import closing_of, would_be_advantages
 from .intake import Intake
@@ -24,6 +25,7 @@ from .loop import RunLoop, expire_overdue, keep_desired, pause
 from .observer import Observer
 from .options import LearnerOptions, ModelInfo
 from .outcomes import MAX_OUTCOMES
+from .paging import page
 from .records import (
     Answer,
     CheckedOutcome,
@@ -257,7 +259,7 @@ class Learner:
         self, run: str, state: GroupState | None, page_size: int, page_token: str
     ) -> tuple[list[GroupRecord], str]:
         """Return a page of groups, newest first, and the next page's token ("" on the last)."""
-        below, limit = _page(page_size, page_token)
+        below, limit = page(page_size, page_token)
 
         def query(connection: Connection) -> list[tuple[int, GroupRecord]]:
             runs.find_run(connection, run)
@@ -337,10 +339,14 @@ class Learner:
 
     async def list_versions(self, run: str, page_size: int, page_token: str) -> tuple[list[VersionRecord], str]:
         """Return a page of versions, newest first, and the next page's token ("" on the last)."""
-        below, limit = _page(page_size, page_token)
+        below, limit = page(page_size, page_token)
         found = await self._shared.store.read(lambda c: runs.page_of_versions(c, run, below, limit + 1))
         token = str(found[limit - 1].version) if len(found) > limit else ""
         return found[:limit], token
+
+    async def evaluate(self, spec: EvaluationSpec, take: Take) -> None:
+        """Complete prompts by a version without noise; see `evaluation.evaluate`."""
+        await evaluate(self._shared, spec, take)
 
     def watch_live(self, run: str) -> AsyncIterator[VersionRecord]:
         """Yield the live version now and at each change."""
@@ -387,13 +393,3 @@ def _check_count(outcomes: Sequence[Outcome]) -> None:
     if len(outcomes) > MAX_OUTCOMES:
         text = f"must be at most {MAX_OUTCOMES} a message, got {len(outcomes)}; send several messages"
         raise InvalidRequestError([Violation("outcomes", text)])
-
-
-def _page(page_size: int, page_token: str) -> tuple[int | None, int]:
-    if page_size < 0 or page_size > 1000:
-        text = f"must be in [0, 1000], got {page_size}; ask for more pages"
-        raise InvalidRequestError([Violation("page_size", text)])
-    if page_token and not (page_token.isdecimal() and len(page_token) < 19):
-        text = f"must be a next_page_token of an earlier answer, got {page_token[:40]!r}; leave it empty to begin"
-        raise InvalidRequestError([Violation("page_token", text)])
-    return int(page_token) if page_token else None, page_size or 100

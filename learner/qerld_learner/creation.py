@@ -12,6 +12,7 @@ from pathlib import Path
 from sqlalchemy import Connection
 
 from .errors import InvalidRequestError, RetryLaterError, Violation
+from .held_out import check_file
 from .options import ModelInfo
 from .records import RunConfig, RunRecord, RunState, VersionRecord, VersionState
 from .run_options import check_run_config, noise_of, trainer_config
@@ -42,6 +43,7 @@ class RunCreator:
         """Return the run and whether it is new."""
         if violations := check_run_config(config):
             raise InvalidRequestError(violations)
+        await self._check_evaluation(config)
         async with self._lock:
             if await self._shared.store.read(lambda c: self._exists(c, name, request_id, body_hash)):
                 return await self._shared.store.read(lambda c: runs.find_run(c, name)), False
@@ -49,6 +51,12 @@ class RunCreator:
             await self._check_slots()
             made = await self._first_version(name, config, initial_adapter)
             return await self._store(name, request_id, body_hash, config, made), True
+
+    async def _check_evaluation(self, config: RunConfig) -> None:
+        if config.evaluation is None:
+            return
+        if violations := await asyncio.to_thread(check_file, config.evaluation, self._shared.options):
+            raise InvalidRequestError(violations)
 
     def _exists(self, connection: Connection, name: str, request_id: str, body_hash: str) -> bool:
         if answered(connection, name, request_id, body_hash) is not None:

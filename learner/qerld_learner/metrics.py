@@ -46,6 +46,17 @@ STEP_GAUGES: dict[str, str] = {
 }
 """Step metric (as in `qerld.v1.RunReport`) → help of the gauge `qerld_<name>`."""
 
+EVALUATION_GAUGES: dict[str, str] = {
+    "eval_accuracy": "Held-out evaluation without noise: mean share of right samples (pass@1).",
+    "eval_accuracy_low": "Lower end of its 95% confidence interval.",
+    "eval_accuracy_high": "Upper end of its 95% confidence interval.",
+    "eval_pass_at_k": "Held-out evaluation: share of problems of which at least one sample is right.",
+    "eval_truncated_share": "Held-out evaluation: share of completions that were cut off.",
+    "eval_tokens_mean": "Held-out evaluation: mean tokens of a completion.",
+    "eval_failed": "1 when the last held-out evaluation failed, see the log; 0 when it worked.",
+}
+"""The same of reports with a held-out evaluation."""
+
 OPEN_STATES = (
     GroupState.QUEUED,
     GroupState.SAMPLING,
@@ -94,7 +105,8 @@ class LearnerMetrics(Observer):
         self._computed_tokens = self._counter(
             "qerld_computed_tokens_total", "Tokens that the trainer computed, shared prompts once.", run
         )
-        self._step_gauges = {name: self._gauge(f"qerld_{name}", text, run) for name, text in STEP_GAUGES.items()}
+        gauges = STEP_GAUGES | EVALUATION_GAUGES
+        self._step_gauges = {name: self._gauge(f"qerld_{name}", text, run) for name, text in gauges.items()}
         self._live_version = self._gauge("qerld_live_version", "Policy version that is live.", run)
         self._swap = self._histogram(
             "qerld_swap_seconds", "Seconds from a version's commit until it was live.", run, PHASE_BUCKETS

@@ -27,6 +27,8 @@ class LearnerOptions:
         lease: How long a reward worker may keep a rollout, unless it says otherwise.
         keep_versions: Newest versions whose folders are kept, beside pinned and referenced ones.
         canary_probes: Rollouts of the trained batch that the canary scores, and the trainer for `behaviour_gap`.
+        evaluation_dir: Folder of the problem files that runs may name for held-out evaluation; None allows none.
+        evaluation_parallel: Completions that one evaluation has in flight.
         trainer_attempts: Trainer deaths in one step after which the run is paused.
     """
 
@@ -45,6 +47,8 @@ class LearnerOptions:
     lease: float = 60.0
     keep_versions: int = 6
     canary_probes: int = 4
+    evaluation_dir: Path | None = None
+    evaluation_parallel: int = 64
     trainer_attempts: int = 3
 
 

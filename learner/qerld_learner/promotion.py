@@ -13,13 +13,14 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpc
 from sqlalchemy import Connection
 
+from .held_out import due, held_out_metrics
 from .records import RolloutRecord, RunRecord, RunState, StepReport, VersionRecord, VersionState
 from .replicas import Replica, ReplicaLostError
 from .run_options import canary_tolerance
@@ -34,6 +35,9 @@ _log = logging.getLogger(__name__)
 
 # The server cannot score the probes, which says nothing about the version.
 _REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE)
+
+# How often a run's evaluation looks whether the run was paused.
+PAUSE_LOOK_SECONDS = 1.0
 
 
 class NotRunningError(Exception):
@@ -90,11 +94,33 @@ class Promotion:
             extra["logprob_gap"] = verdict.gap
         if behaviour is not None:
             extra["behaviour_gap"] = behaviour
+        phases = {"promote": time.time() - begun}
         if verdict.passed:
-            await self._go_live(staged, extra, time.time() - begun)
+            if await self._due(run, staged):
+                extra |= await self._held_out(run, staged.version)
+                phases["evaluate"] = time.time() - begun - phases["promote"]
+            await self._go_live(staged, extra, phases)
         else:
-            await self._go_back(staged, verdict, extra, time.time() - begun)
+            await self._go_back(staged, verdict, extra, phases)
         return verdict.passed
+
+    async def _due(self, run: RunRecord, staged: VersionRecord) -> bool:
+        """Whether to evaluate now: a version without a report republishes weights that were evaluated."""
+        if not due(run.config.evaluation, staged.step, run.config.max_steps):
+            return False
+        report = await self._shared.store.read(lambda c: steps.find_report(c, self._run, staged.version))
+        return report is not None
+
+    async def _held_out(self, run: RunRecord, version: int) -> Mapping[str, float]:
+        """Return the metrics of the evaluation; raises `NotRunningError` as soon as the run is paused."""
+        working = asyncio.create_task(held_out_metrics(self._shared, run, version))
+        try:
+            while not (await asyncio.wait({working}, timeout=PAUSE_LOOK_SECONDS))[0]:
+                await self._shared.store.read(self._require_running)
+            return working.result()
+        finally:
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
 
     async def _loaded(self, staged: VersionRecord) -> list[Replica]:
         """Wait until every server that can has loaded the version; at least one, unless all have refused."""
@@ -186,22 +212,24 @@ class Promotion:
         # A server scores every token of a completion.
         return mean_gap(ours, [policy_logprobs(probe, one) for probe, one in zip(probes, theirs, strict=False)])
 
-    async def _go_live(self, staged: VersionRecord, extra: dict[str, float], seconds: float) -> None:
+    async def _go_live(self, staged: VersionRecord, extra: dict[str, float], phases: Mapping[str, float]) -> None:
         def mutation(connection: Connection) -> tuple[StepReport | None, list[str], Closed]:
             run = self._require_running(connection)
             runs.make_live(connection, self._run, staged.version)
             last, closed, left_over = run.config.max_steps, Closed(), list[str]()
             if last and staged.step >= last:
                 left_over = complete_run(connection, self._run, f"max_steps = {last} reached", closed)
-            return self._publish(connection, staged, extra, seconds), left_over, closed
+            return self._publish(connection, staged, extra, phases), left_over, closed
 
         report, left_over, closed = await self._shared.write_patiently(mutation)
         self._shared.batched(self._run, left_over)
         self._shared.publish(self._run, closed)
-        self._shared.observer.version_live(self._run, staged.version, seconds)
+        self._shared.observer.version_live(self._run, staged.version, sum(phases.values()))
         await self._tell(report)
 
-    async def _go_back(self, staged: VersionRecord, verdict: Verdict, extra: dict[str, float], seconds: float) -> None:
+    async def _go_back(
+        self, staged: VersionRecord, verdict: Verdict, extra: dict[str, float], phases: Mapping[str, float]
+    ) -> None:
         why = "; ".join(verdict.failures)
 
         def mutation(connection: Connection) -> tuple[StepReport | None, Closed, int]:
@@ -215,7 +243,7 @@ class Promotion:
                 # The republished parent, which serves well under its own name, failed too: not the weights' fault.
                 runs.set_version_state(connection, self._run, staged.version, VersionState.REVERTED)
                 runs.set_state(connection, self._run, RunState.PAUSED, f"the canary of a rollback failed: {why}")
-            return self._publish(connection, staged, extra | {"reverted": 1.0}, seconds), closed, groups
+            return self._publish(connection, staged, extra | {"reverted": 1.0}, phases), closed, groups
 
         report, closed, groups = await self._shared.write_patiently(mutation)
         _log.error("version %d of run %s was rolled back: %s", staged.version, self._run, why)
@@ -225,15 +253,15 @@ class Promotion:
         await self._tell(report)
 
     def _publish(
-        self, connection: Connection, version: VersionRecord, extra: dict[str, float], seconds: float
+        self, connection: Connection, version: VersionRecord, extra: dict[str, float], phases: Mapping[str, float]
     ) -> StepReport | None:
         report = steps.find_report(connection, self._run, version.version)
         if report is None:
             return None
         state = runs.find_run(connection, self._run).state
-        phases = {**report.phase_seconds, "promote": seconds}
         metrics = {**report.metrics, **extra}
-        report = replace(report, metrics=metrics, phase_seconds=phases, at=time.time(), run_state=state)
+        all_phases = {**report.phase_seconds, **phases}
+        report = replace(report, metrics=metrics, phase_seconds=all_phases, at=time.time(), run_state=state)
         steps.publish_report(connection, report)
         return report
 

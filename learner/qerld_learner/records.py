@@ -116,6 +116,22 @@ class SamplingSpec:
 
 
 @dataclass(frozen=True)
+class HeldOutConfig:
+    """Held-out evaluation of a run, fields as in `qerld.v1.HeldOutEvaluation`; `time_limit` in seconds."""
+
+    every_steps: int
+    file: str
+    problems: int = 256
+    samples: int = 1
+    greedy: bool = True
+    temperature: float = 1.0
+    max_tokens: int = 256
+    instruction: str = ""
+    system: str = ""
+    time_limit: float = 1800.0
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """Configuration of a run with every default filled in. Fields as in `qerld.v1.RunConfig`."""
 
@@ -166,6 +182,7 @@ class RunConfig:
     reward_deadline: float = 600.0
     drop_zero_variance: bool = True
     canary_tolerance: float | None = None
+    evaluation: HeldOutConfig | None = None
 
 
 @dataclass(frozen=True)

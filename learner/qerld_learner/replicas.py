@@ -89,15 +89,26 @@ class ReplicaClient:
         self._stub = replica_pb2_grpc.PolicyReplicaServiceStub(self._channel)
 
     async def generate(
-        self, run: str, version: int, request_id: str, prompt_ids: Sequence[int], count: int, sampling: SamplingSpec
+        self,
+        run: str,
+        version: int,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        count: int,
+        sampling: SamplingSpec,
+        *,
+        noise_free: bool = False,
+        greedy: bool = False,
     ) -> AsyncGenerator[NewTokens, None]:
-        """Sample `count` completions; completion i has seed + i."""
+        """Sample `count` completions; completion i has seed + i. `greedy` needs `noise_free` and a count of 1."""
         request = replica_pb2.GenerateRequest(
             policy=common_pb2.Policy(run=run, version=version),
             request_id=request_id,
             prompt=common_pb2.TokenIds(ids=prompt_ids),
             count=count,
             sampling=_sampling(sampling),
+            noise_free=noise_free,
+            greedy=greedy,
         )
         with _own_cancellation():
             call = self._stub.Generate(request)
@@ -220,6 +231,19 @@ class ReplicaPool:
         serving = [replica for replica in self._replicas.values() if replica.serves(run, version)]
         now = time.monotonic()
         return min(serving, key=lambda replica: (replica.avoid_until > now, replica.in_flight), default=None)
+
+    def has_room(self, run: str, version: int) -> bool:
+        """Whether a wanted version has a place on a server that may serve, or none is attached yet."""
+        usable = [replica for replica in self._replicas.values() if not replica.quarantine]
+        # Each takes the first of the wanted versions, as many as it has slots for.
+        slots = max((replica.hello.slots for replica in usable), default=len(self._versions))
+        return any((v.run, v.version) == (run, version) for v in self._versions[:slots])
+
+    def refusal(self, run: str, version: int) -> str:
+        """Return why no server can load a version, "" when one may."""
+        usable = [replica for replica in self._replicas.values() if not replica.quarantine]
+        refusals = [f"{replica.hello.replica_id}: {replica.refusal(run, version)}" for replica in usable]
+        return "; ".join(refusals) if usable and all(r.refusal(run, version) for r in usable) else ""
 
     def max_model_len(self) -> int | None:
         """Return the smallest context of the attached servers."""

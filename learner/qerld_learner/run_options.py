@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from .errors import Violation
 from .options import LearnerOptions
-from .records import NoiseRecord, RunConfig
+from .records import HeldOutConfig, NoiseRecord, RunConfig
 from .trainer import algorithm, aqn
 from .trainer.messages import AlgorithmConfig, AqnConfig, LoraShape, OptimizerConfig, TrainerConfig
 
@@ -91,6 +91,8 @@ def _problems(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield from _numbers(config)
     if config.noise_schedule in _SCHEDULES:
         yield from _noise(config)
+    if config.evaluation is not None:
+        yield from _evaluation(config.evaluation)
 
 
 def _algorithm(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -139,6 +141,23 @@ def _numbers(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield field, f"must be in [{low}, {high}], got {value}; {_LEAVE}"
     if not (config.reward_deadline > 0 and math.isfinite(config.reward_deadline)):
         yield "reward_deadline", f"must be finite and > 0, got {config.reward_deadline}; {_LEAVE}"
+
+
+def _evaluation(held_out: HeldOutConfig) -> Iterator[tuple[str, str]]:
+    for field, value, low, high in (
+        ("every_steps", held_out.every_steps, 1, 1 << 31),
+        ("problems", held_out.problems, 1, 1 << 20),
+        ("samples", held_out.samples, 1, 1024),
+        ("temperature", held_out.temperature, *TEMPERATURES),
+        ("max_tokens", held_out.max_tokens, 1, 1 << 20),
+    ):
+        if not low <= value <= high:
+            yield f"evaluation.{field}", f"must be in [{low}, {high}], got {value}; {_LEAVE}"
+    if not held_out.file:
+        yield "evaluation.file", "must name a file in the learner's evaluation_dir; or leave evaluation unset for none"
+    if held_out.greedy and held_out.samples > 1:
+        text = f"must be false with samples = {held_out.samples}, got true"
+        yield "evaluation.greedy", f"{text}; all of them would be the same: leave it unset"
 
 
 def _noise(config: RunConfig) -> Iterator[tuple[str, str]]:

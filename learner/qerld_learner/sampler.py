@@ -33,10 +33,10 @@ IDLE_SECONDS = 300.0
 FIRST_BACKOFF_SECONDS = 0.1
 LAST_BACKOFF_SECONDS = 2.0
 # The request itself is wrong, on every server: the rollouts fail.
-_FATAL_CODES = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE)
+FATAL_CODES = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE)
 
 
-_LOST_ERRORS = (grpc.aio.AioRpcError, ReplicaLostError, TimeoutError)
+LOST_ERRORS = (grpc.aio.AioRpcError, ReplicaLostError, TimeoutError)
 
 
 class Sampler:
@@ -105,8 +105,8 @@ class Sampler:
             before = len(missing)
             try:
                 await self._attempt(replica, version, group, missing, feed)
-            except _LOST_ERRORS as error:
-                if isinstance(error, grpc.aio.AioRpcError) and error.code() in _FATAL_CODES:
+            except LOST_ERRORS as error:
+                if isinstance(error, grpc.aio.AioRpcError) and error.code() in FATAL_CODES:
                     await self._fail(group, missing, feed, error.details() or error.code().name)
                     return
                 replica.avoid(LAST_BACKOFF_SECONDS)
@@ -166,7 +166,7 @@ class Sampler:
         """One failed call must not cancel the others of the group."""
         try:
             await self._stream(replica, version, group, [index], missing, feed)
-        except _LOST_ERRORS as error:
+        except LOST_ERRORS as error:
             return error
         return None
 
@@ -187,7 +187,7 @@ class Sampler:
         writes: list[asyncio.Task[None]] = []
         replica.in_flight += len(indices)
         try:
-            async for new in _not_idle(stream):
+            async for new in not_idle(stream):
                 collector = collectors[new.index]
                 collector.take(new)
                 if collector.done:
@@ -225,7 +225,7 @@ class Sampler:
             await self._finish(group, Sampled(rollout_id, problem=problem), missing, feed)
 
 
-async def _not_idle(stream: AsyncGenerator[NewTokens, None]) -> AsyncIterator[NewTokens]:
+async def not_idle(stream: AsyncGenerator[NewTokens, None]) -> AsyncIterator[NewTokens]:
     """Yield from a stream, raising `TimeoutError` when it is silent for `IDLE_SECONDS`."""
     async with aclosing(stream):
         while True:

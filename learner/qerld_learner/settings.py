@@ -66,6 +66,10 @@ class LearnerSettings(BaseSettings):
     canary_probes: int = Field(
         4, ge=1, description="Rollouts of the trained batch that a canary scores, and the trainer for `behaviour_gap`."
     )
+    evaluation_dir: Path | None = Field(
+        None, description="Folder of the problem files that runs may name for held-out evaluation; unset: none."
+    )
+    evaluation_parallel: int = Field(64, ge=1, description="Completions that one evaluation has in flight.")
     replica_timeout: float = Field(
         30.0,
         gt=10,
@@ -81,11 +85,12 @@ class LearnerSettings(BaseSettings):
         dtype = self.dtype if self.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
         same = ("state_dir", "store_url", "token_budget", "cache_dequantized", "activation_checkpointing")
         more = ("trainer_threads", "admission_timeout", "queue_limit", "lease", "keep_versions", "canary_probes")
+        evaluation = ("evaluation_dir", "evaluation_parallel")
         return LearnerOptions(
             base_model=self.model,
             device=device,
             dtype=dtype,
-            **{name: getattr(self, name) for name in same + more},
+            **{name: getattr(self, name) for name in same + more + evaluation},
         )
 
     @classmethod

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -63,8 +65,25 @@ class Shared:
     trainer: TrainerHost
     fence: int
     runs: Pulses = field(default_factory=Pulses)
+    # How many evaluations need a (run, version): it stays on policy servers, and its files stay.
+    evaluated: Counter[tuple[str, int]] = field(default_factory=Counter)
     # A receipt of None: the run was deleted, no more will come.
     receipts: Broadcast[tuple[str, Receipt | None]] = field(default_factory=Broadcast)
+
+    @contextmanager
+    def evaluating(self, run: str, version: int) -> Iterator[None]:
+        """Keep a version for an evaluation, beyond its time in training."""
+        self.evaluated[run, version] += 1
+        try:
+            yield
+        finally:
+            self.evaluated[run, version] -= 1
+            if not self.evaluated[run, version]:
+                del self.evaluated[run, version]
+
+    def evaluated_of(self, run: str) -> tuple[int, ...]:
+        """Return the versions of a run that are being evaluated, the first one first: it keeps its slot."""
+        return tuple(version for of, version in self.evaluated if of == run)
 
     def publish(self, run: str, closed: Closed) -> None:
         """Tell everyone what a committed transaction closed."""

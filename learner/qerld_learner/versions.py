@@ -54,20 +54,25 @@ async def adapter_file(shared: Shared, run: str, version: int, name: str) -> tup
         raise gone from None
 
 
-def desired_of_run(connection: Connection, run: str) -> list[DesiredVersion]:
-    """Return what servers should have of a run, most important first: live, rising, then those that still sample."""
+def desired_of_run(connection: Connection, run: str, evaluated: Sequence[int] = ()) -> list[DesiredVersion]:
+    """Return what servers should have of a run, most important first: live, rising, still sampling, evaluated."""
     live, rising = (runs.versions_in(connection, run, states) for states in ((VersionState.LIVE,), _RISING))
     sampling = runs.find_versions(connection, run, group_versions(connection, run, GroupState.SAMPLING))
     older = [v for v, _folder in sampling.values() if v.state is VersionState.RETIRED]
     older.sort(key=lambda v: v.version, reverse=True)
+    named = {v.version for v in (*live, *rising, *older)}
+    found = runs.find_versions(connection, run, evaluated)
+    older += [found[number][0] for number in evaluated if number in found and number not in named]
     return [
         DesiredVersion(v.run, v.version, v.adapter_sha256, v.noise, v.state is VersionState.LIVE)
         for v in (*live, *rising, *older)
     ]
 
 
-def collectable(kept: Sequence[tuple[VersionRecord, str]], keep: int, max_lag: int) -> list[tuple[VersionRecord, str]]:
-    """Return versions whose folders nobody needs: neither newest, pinned, live or rising, nor within the lag.
+def collectable(
+    kept: Sequence[tuple[VersionRecord, str]], keep: int, max_lag: int, evaluated: Sequence[int] = ()
+) -> list[tuple[VersionRecord, str]]:
+    """Return versions whose folders nobody needs: not newest, pinned, live, rising or evaluated, nor within the lag.
 
     `kept` are those that have a folder, newest first.
     """
@@ -76,6 +81,7 @@ def collectable(kept: Sequence[tuple[VersionRecord, str]], keep: int, max_lag: i
         (v, folder)
         for v, folder in kept[keep:]
         if not v.pinned
+        and v.version not in evaluated
         and v.state in (VersionState.RETIRED, VersionState.REVERTED)
         and lag(newest, v.version) > max_lag
     ]
@@ -85,16 +91,18 @@ async def publish_desired(shared: Shared) -> None:
     """Work out what policy servers should serve and tell them: first every run's live version, then the rest."""
 
     def query(connection: Connection) -> list[list[DesiredVersion]]:
-        return [desired_of_run(connection, run.name) for run in runs.all_runs(connection)]
+        return [
+            desired_of_run(connection, run.name, shared.evaluated_of(run.name)) for run in runs.all_runs(connection)
+        ]
 
     by_run = await shared.store.read(query)
     first = [version for versions in by_run for version in versions[:2]]
     shared.pool.want(first + [version for versions in by_run for version in versions[2:]])
 
 
-def forget_old(connection: Connection, run: str, keep: int, max_lag: int) -> set[str]:
+def forget_old(connection: Connection, run: str, keep: int, max_lag: int, evaluated: Sequence[int] = ()) -> set[str]:
     """Forget the folders of old versions; returns those that may be deleted."""
-    old = collectable(runs.kept_versions(connection, run), keep, max_lag)
+    old = collectable(runs.kept_versions(connection, run), keep, max_lag, evaluated)
     runs.forget_folders(connection, run, [v.version for v, _folder in old])
     folders = {folder for _version, folder in old}
     return folders - runs.shared_folders(connection, run, folders)
@@ -103,7 +111,8 @@ def forget_old(connection: Connection, run: str, keep: int, max_lag: int) -> set
 async def collect_versions(shared: Shared, run: str, max_lag: int) -> None:
     """Delete folders that are not needed any more; rows first, so that no row ever names a folder that is gone."""
     keep = shared.options.keep_versions
-    for folder in await shared.store.write(lambda connection: forget_old(connection, run, keep, max_lag)):
+    evaluated = shared.evaluated_of(run)
+    for folder in await shared.store.write(lambda c: forget_old(c, run, keep, max_lag, evaluated)):
         await asyncio.to_thread(shutil.rmtree, shared.options.state_dir / folder, ignore_errors=True)
 
 

@@ -75,6 +75,12 @@ COMMANDS = {
         "check this machine, its packages and a model folder, and say what to do",
         ("pydantic_settings", "rich"),
     ),
+    "eval": Command(
+        "qerld_service.evaluate",
+        "eval",
+        "evaluate a version on a file of problems (GSM8K, MATH-500): pass@1, pass@k, avg@n",
+        ("rich", "math_verify"),
+    ),
     "watch": Command(
         "qerld_service.watch",
         "learner",

@@ -28,6 +28,7 @@ REFRESH_SECONDS = 1.0
 # Title, metric, number format.
 CURVES = (
     ("reward", "reward_mean", ".3f"),
+    ("held-out accuracy", "eval_accuracy", ".3f"),
     ("entropy", "entropy", ".3f"),
     ("σ", "sigma", ".2e"),
     ("lag (max)", "lag_max", ".0f"),

@@ -62,6 +62,7 @@ def test_run_config_survives_a_round_trip() -> None:
         reward_deadline=1.5,
         drop_zero_variance=False,
         canary_tolerance=0.5,
+        evaluation=records.HeldOutConfig(3, "a.jsonl", 7, 4, False, 0.6, 99, "think", "be kind", 12.5),
     )
     checks = Checks()
     assert run_config(checks, convert.run_config(config)) == config

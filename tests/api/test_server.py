@@ -33,7 +33,6 @@ async def test_what_is_not_served_says_so(api: Api, shared_run: str) -> None:
     calls: dict[str, Any] = {
         "RollbackPolicy": api.policies.RollbackPolicy(policy_pb2.RollbackPolicyRequest(run=shared_run)),
         "PinPolicy": api.policies.PinPolicy(policy_pb2.PinPolicyRequest(policy=policy)),
-        "Evaluate": api.policies.Evaluate(policy_pb2.EvaluateRequest(policy=policy)),
         "UpdateRun": api.runs.UpdateRun(run_pb2.UpdateRunRequest(run=shared_run)),
         "CheckpointRun": api.runs.CheckpointRun(run_pb2.CheckpointRunRequest(run=shared_run)),
     }

@@ -29,11 +29,12 @@ SECONDS = 240.0
 
 @dataclass
 class Served:
-    """Where `qerld serve` serves, the client of the test, and what was logged."""
+    """Where `qerld serve` serves, the client of the test, the log, and the folder of train.jsonl and test.jsonl."""
 
     target: str
     client: Client
     log: Callable[[], str]
+    folder: Path
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,11 @@ def served(tiny_model: tuple[Path, Path], tmp_path_factory: pytest.TempPathFacto
     flags = ["--model", str(tiny_model[1]), "--state-dir", str(folder / "state"), "--ready-file", str(ready)]
     for name in ("port", "openai-port", "learner-metrics-port", "policy-metrics-port"):
         flags += [f"--{name}", "0"]
-    flags += ["--device", "cpu", "--policy", "max_model_len=256", "--learner", "trainer_threads=1"]
+    flags += ["--device", "cpu", "--policy", "max_model_len=384", "--learner", "trainer_threads=1"]
+    flags += ["--learner", f"evaluation_dir={folder}"]
+    for name in ("train", "test"):
+        problems = [{"question": f"What is {i} plus 2?", "answer": f"It is.\n#### {i + 2}"} for i in range(9)]
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, problems)))
     text = (folder / "log.txt").read_text
     with (folder / "log.txt").open("w") as log:
         process = start(["-m", "qerld_service.cli", "serve", *flags], folder, log)
@@ -52,7 +57,7 @@ def served(tiny_model: tuple[Path, Path], tmp_path_factory: pytest.TempPathFacto
             assert process.poll() is None, text()
             target = json.loads(ready.read_text())["target"]
             with Client(target) as client:
-                yield Served(target, client, text)
+                yield Served(target, client, text, folder)
         finally:
             process.terminate()
             process.wait(SECONDS)
@@ -167,3 +172,35 @@ def test_the_example_runs_to_its_end(served: Served, program: Callable[..., Prog
     assert running.printed(r"step   1  version   1  reward 0\.\d\d  entropy .*  sigma 0\.0000")
     names = {path.name for path in (tmp_path / "runs" / "arithmetic" / "adapter").iterdir()}
     assert names == {"adapter_model.safetensors", "adapter_config.json"}
+
+
+def test_the_gsm8k_example_trains_and_evaluates(served: Served, program: Callable[..., Program]) -> None:
+    script = str(ROOT / "examples" / "gsm8k.py")
+    train = str(served.folder / "train.jsonl")
+    running = program(script, "--target", served.target, "--train", train, "--dry-run")
+    last_line = r"adapter in runs/gsm8k/adapter"
+    until(lambda: running.printed(last_line), lambda: running.log() + served.log())
+    assert running.process.wait(SECONDS) == 0
+    assert running.printed(r"9 problems; run 'gsm8k': .*")
+    for step in (1, 2):
+        assert running.printed(rf"step    {step}  reward .*  test 0\.0% \(0\.0% to 49\.0%\)"), running.log()
+    config = served.client.get_run("gsm8k").config
+    assert (config.evaluation.problems, config.evaluation.every_steps, config.evaluation.greedy) == (4, 1, True)
+    served.client.delete_run("gsm8k")
+
+
+def test_the_gsm8k_example_says_what_is_wrong(served: Served, program: Callable[..., Program]) -> None:
+    script = str(ROOT / "examples" / "gsm8k.py")
+    missing = program(script, "--target", served.target, "--train", "nothing.jsonl")
+    assert missing.process.wait(SECONDS) == 1
+    unnamed = program(script, "--target", served.target)
+    assert unnamed.process.wait(SECONDS) == 2
+    train = str(served.folder / "train.jsonl")
+    no_test = program(script, "--target", served.target, "--train", train, "--test", "none.jsonl", "--dry-run")
+    assert no_test.process.wait(SECONDS) == 1
+    for one, text in (
+        (missing, "nothing.jsonl: cannot be read"),
+        (unnamed, "--train: name GSM8K's train.jsonl"),
+        (no_test, "config.evaluation.file"),
+    ):
+        until(lambda one=one, text=text: text in one.log(), served.log)  # type: ignore[misc]

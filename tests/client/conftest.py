@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import pytest_asyncio
@@ -27,8 +27,8 @@ class Target:
 
 
 @asynccontextmanager
-async def serving_learner(model: Path, folder: Path) -> AsyncIterator[Target]:
-    """A learner in process, with its own store and trainer."""
+async def serving_learner(model: Path, folder: Path, **more: Any) -> AsyncIterator[Target]:
+    """A learner in process, with its own store and trainer; `more` are settings of it."""
     settings = LearnerSettings(
         model=model,
         state_dir=folder,
@@ -38,24 +38,30 @@ async def serving_learner(model: Path, folder: Path) -> AsyncIterator[Target]:
         dtype="float32",
         trainer_threads=1,
         stop_grace=0.2,
+        **more,
     )
     async with running_learner(settings) as ports:
         yield Target(f"127.0.0.1:{ports.port}", ports.metrics_port)
 
 
 @asynccontextmanager
-async def loop_of(engine: PolicyEngine, model: Path, folder: Path) -> AsyncIterator[Target]:
+async def loop_of(engine: PolicyEngine, model: Path, folder: Path, **more: Any) -> AsyncIterator[Target]:
     """A learner of its own with a policy server on the session's engine: 6 slots are 3 versions, so few runs."""
+    learner = serving_learner(model, folder / "learner", **more)
+    async with learner as target, policy_of(engine, model, target, folder / "policy"):
+        yield target
+
+
+@asynccontextmanager
+async def policy_of(engine: PolicyEngine, model: Path, target: Target, folder: Path) -> AsyncIterator[None]:
+    """A policy server on the session's engine, for a learner."""
     from qerld_service.policy import running_policy
     from qerld_service.settings import PolicySettings
     from support.policy import policy_values
 
-    async with serving_learner(model, folder / "learner") as target:
-        port = int(target.address.rpartition(":")[2])
-        values = policy_values(model, port, folder / "policy") | {"reconnect_seconds": 0.2}
-        settings = PolicySettings(**values)
-        async with running_policy(settings, engine):
-            yield target
+    values = policy_values(model, int(target.address.rpartition(":")[2]), folder) | {"reconnect_seconds": 0.2}
+    async with running_policy(PolicySettings(**values), engine):
+        yield
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

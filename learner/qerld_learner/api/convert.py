@@ -219,7 +219,25 @@ def run_config(config: records.RunConfig) -> run_pb2.RunConfig:
         drop_zero_variance=config.drop_zero_variance,
         canary_tolerance=config.canary_tolerance,
     )
+    if config.evaluation is not None:
+        message.evaluation.CopyFrom(_held_out(config.evaluation))
     message.reward_deadline.FromNanoseconds(int(config.reward_deadline * 1e9))
+    return message
+
+
+def _held_out(config: records.HeldOutConfig) -> run_pb2.HeldOutEvaluation:
+    message = run_pb2.HeldOutEvaluation(
+        every_steps=config.every_steps,
+        file=config.file,
+        problems=config.problems,
+        samples=config.samples,
+        greedy=config.greedy,
+        temperature=config.temperature,
+        max_tokens=config.max_tokens,
+        instruction=config.instruction,
+        system=config.system,
+    )
+    message.time_limit.FromNanoseconds(int(config.time_limit * 1e9))
     return message
 
 

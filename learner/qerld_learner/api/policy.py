@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 from qerld.v1 import policy_pb2, policy_pb2_grpc
 
-from qerld_learner.api import convert
+from qerld_learner.api import convert, evaluation
 from qerld_learner.api.checks import Checks
 from qerld_learner.api.errors import NotServedError
 from qerld_learner.api.service import Context, Service, check_run
@@ -85,8 +85,15 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
     async def Evaluate(
         self, request: policy_pb2.EvaluateRequest, context: Context
     ) -> AsyncIterator[policy_pb2.EvaluateResponse]:
-        raise NotServedError("Evaluate", "the policy server's OpenAI endpoint samples the live version on loopback")
-        yield  # makes this a stream
+        check_run(request.policy.run)
+        checks = Checks()
+        limits = await self._service.limits(request.policy.run)
+        spec = await self._service.tokenise(evaluation.evaluation_spec, checks, request, limits)
+        checks.done()
+        box = self._service.streams.outbox()
+        box.spawn(self._service.learner.evaluate(spec, box.put))
+        async for completed in box.drain():
+            yield evaluation.response(completed)
 
 
 def _open(path: Path) -> BinaryIO:

@@ -109,10 +109,18 @@ def group_size(checks: Checks, message: Any, config: records.RunConfig, field: s
 
 def sampling(checks: Checks, message: common_pb2.Sampling, limits: PromptLimits, field: str) -> records.SamplingSpec:
     """Return the sampling rules with the run's defaults; an unset seed is drawn here and recorded with the group."""
+    spec = sampling_at_any_temperature(checks, message, limits, field)
+    _temperature(checks, spec.temperature, limits.config, f"{field}.temperature")
+    return spec
+
+
+def sampling_at_any_temperature(
+    checks: Checks, message: common_pb2.Sampling, limits: PromptLimits, field: str
+) -> records.SamplingSpec:
+    """Do as `sampling`, but leave the temperature to the caller to check: only training needs the run's."""
     config = limits.config
     checks.no_unknown_fields(field, message, NOT_ALLOWED)
     temperature = message.temperature if message.HasField("temperature") else config.temperature
-    _temperature(checks, temperature, config, f"{field}.temperature")
     max_tokens = message.max_tokens if message.HasField("max_tokens") else config.max_tokens
     checks.between(f"{field}.max_tokens", max_tokens, 1, limits.context, "leave it unset for the run's")
     seed = message.seed if message.HasField("seed") else secrets.randbelow(MAX_SEED)

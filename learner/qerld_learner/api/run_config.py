@@ -6,10 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from qerld.v1 import run_pb2
+from qerld_eval import INSTRUCTION
 
 from qerld_learner.api.checks import MAX_SEED, Checks
 from qerld_learner.api.convert import ALGORITHM, ALGORITHM_NUMBERS
-from qerld_learner.records import RunConfig
+from qerld_learner.records import HeldOutConfig, RunConfig
 from qerld_learner.trainer.algorithm import MASKS, PRESETS
 
 LEAVE = "leave it unset for the default"
@@ -54,6 +55,7 @@ def run_config(checks: Checks, message: run_pb2.RunConfig) -> RunConfig:
         reward_deadline=_deadline(checks, message, base),
         drop_zero_variance=_or(message, "drop_zero_variance", base.drop_zero_variance),
         canary_tolerance=_or(message, "canary_tolerance", None),
+        evaluation=_evaluation(checks, message, base) if message.HasField("evaluation") else None,
     )
     # The other ranges are the core's: `Learner.check_run_config`.
     checks.between("config.seed", config.seed, 0, MAX_SEED, LEAVE)
@@ -132,6 +134,26 @@ def _noise(checks: Checks, message: run_pb2.AdaptiveNoise, base: RunConfig) -> d
         "noise_stages": message.stages or base.noise_stages,
         "noise_relative": message.relative,
     }
+
+
+def _evaluation(checks: Checks, message: run_pb2.RunConfig, base: RunConfig) -> HeldOutConfig:
+    held_out, samples = message.evaluation, message.evaluation.samples or 1
+    greedy = _or(held_out, "greedy", samples == 1)
+    defaults = HeldOutConfig(held_out.every_steps, held_out.file)
+    return HeldOutConfig(
+        every_steps=held_out.every_steps,
+        file=held_out.file,
+        problems=held_out.problems or defaults.problems,
+        samples=samples,
+        greedy=greedy,
+        temperature=_or(held_out, "temperature", _or(message, "temperature", base.temperature)),
+        max_tokens=held_out.max_tokens or message.max_tokens or base.max_tokens,
+        instruction=_or(held_out, "instruction", INSTRUCTION),
+        system=held_out.system,
+        time_limit=checks.duration("config.evaluation.time_limit", held_out.time_limit)
+        if held_out.HasField("time_limit")
+        else defaults.time_limit,
+    )
 
 
 def _deadline(checks: Checks, message: run_pb2.RunConfig, base: RunConfig) -> float:

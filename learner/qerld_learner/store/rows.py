@@ -14,6 +14,7 @@ from ..records import (
     FinishReason,
     GroupRecord,
     GroupState,
+    HeldOutConfig,
     NoiseRecord,
     Receipt,
     ReceiptState,
@@ -58,6 +59,8 @@ def dump(value: Any) -> str:
 def _config(text: str) -> RunConfig:
     fields = json.loads(text)
     fields["target_modules"] = tuple(fields["target_modules"])
+    evaluation = fields.get("evaluation")
+    fields["evaluation"] = HeldOutConfig(**evaluation) if evaluation else None
     return RunConfig(**fields)
 
 

@@ -471,7 +471,7 @@ class EvaluateRequest(_message.Message):
     GREEDY_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     samples: _builtins.int
-    """Samples a prompt; ignored when greedy."""
+    """Samples a prompt, at most 1024; 0 means 1. Ignored when greedy."""
     greedy: _builtins.bool
     """Take the most probable token instead of sampling."""
     @_builtins.property
@@ -480,11 +480,13 @@ class EvaluateRequest(_message.Message):
 
     @_builtins.property
     def prompts(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Prompt]:
-        """Prompts, one or more samples each."""
+        """Prompts, 1 to 16,384, one or more samples each."""
 
     @_builtins.property
     def sampling(self) -> _common_pb2.Sampling:
-        """Sampling."""
+        """Sampling; unset fields are the run's, an unset seed is 0. Unlike in training any temperature from 0.01 to 2 will do.
+        Sample s of prompt p, both from 0, is drawn with seed + p * samples + s.
+        """
 
     def __init__(
         self,

@@ -119,7 +119,11 @@ class PolicyServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Evaluate(self, request, context):
-        """Evaluate runs prompts against a version without noise.
+        """Evaluate runs prompts against a version without noise and streams the completions in the order in which they are
+        finished; nothing is stored or trained. A version that policy servers do not have is loaded for as long as the call
+        lasts: RESOURCE_EXHAUSTED when none has a slot for it, NOT_FOUND when its files were collected. While a policy server
+        loads or restarts, the stream waits; when every one is in quarantine, was refused or refuses the version, the call
+        fails with FAILED_PRECONDITION and says why. Cancelling the call cancels the sampling.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

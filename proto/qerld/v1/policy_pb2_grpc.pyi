@@ -46,7 +46,12 @@ class PolicyServiceStub:
     PinPolicy: _grpc.UnaryUnaryMultiCallable[_policy_pb2.PinPolicyRequest, _policy_pb2.PinPolicyResponse]
     """PinPolicy keeps a version from garbage collection."""
     Evaluate: _grpc.UnaryStreamMultiCallable[_policy_pb2.EvaluateRequest, _policy_pb2.EvaluateResponse]
-    """Evaluate runs prompts against a version without noise."""
+    """Evaluate runs prompts against a version without noise and streams the completions in the order in which they are
+    finished; nothing is stored or trained. A version that policy servers do not have is loaded for as long as the call
+    lasts: RESOURCE_EXHAUSTED when none has a slot for it, NOT_FOUND when its files were collected. While a policy server
+    loads or restarts, the stream waits; when every one is in quarantine, was refused or refuses the version, the call
+    fails with FAILED_PRECONDITION and says why. Cancelling the call cancels the sampling.
+    """
 
 @_typing.type_check_only
 class PolicyServiceAsyncStub(PolicyServiceStub):
@@ -66,7 +71,12 @@ class PolicyServiceAsyncStub(PolicyServiceStub):
     PinPolicy: _aio.UnaryUnaryMultiCallable[_policy_pb2.PinPolicyRequest, _policy_pb2.PinPolicyResponse]  # type: ignore[assignment]
     """PinPolicy keeps a version from garbage collection."""
     Evaluate: _aio.UnaryStreamMultiCallable[_policy_pb2.EvaluateRequest, _policy_pb2.EvaluateResponse]  # type: ignore[assignment]
-    """Evaluate runs prompts against a version without noise."""
+    """Evaluate runs prompts against a version without noise and streams the completions in the order in which they are
+    finished; nothing is stored or trained. A version that policy servers do not have is loaded for as long as the call
+    lasts: RESOURCE_EXHAUSTED when none has a slot for it, NOT_FOUND when its files were collected. While a policy server
+    loads or restarts, the stream waits; when every one is in quarantine, was refused or refuses the version, the call
+    fails with FAILED_PRECONDITION and says why. Cancelling the call cancels the sampling.
+    """
 
 class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
     """PolicyService knows the versions of a run and hands out adapters."""
@@ -125,6 +135,11 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _policy_pb2.EvaluateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_policy_pb2.EvaluateResponse], _abc.AsyncIterator[_policy_pb2.EvaluateResponse]]:
-        """Evaluate runs prompts against a version without noise."""
+        """Evaluate runs prompts against a version without noise and streams the completions in the order in which they are
+        finished; nothing is stored or trained. A version that policy servers do not have is loaded for as long as the call
+        lasts: RESOURCE_EXHAUSTED when none has a slot for it, NOT_FOUND when its files were collected. While a policy server
+        loads or restarts, the stream waits; when every one is in quarantine, was refused or refuses the version, the call
+        fails with FAILED_PRECONDITION and says why. Cancelling the call cancels the sampling.
+        """
 
 def add_PolicyServiceServicer_to_server(servicer: PolicyServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

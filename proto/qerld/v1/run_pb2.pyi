@@ -687,6 +687,82 @@ class AdaptiveNoise(_message.Message):
 Global___AdaptiveNoise: _TypeAlias = AdaptiveNoise  # noqa: Y015
 
 @_typing.final
+class HeldOutEvaluation(_message.Message):
+    """HeldOutEvaluation evaluates versions of a run without noise on problems that are not trained on. A version is evaluated
+    between its canary and going live; sampling goes on with the version before, training waits. The results are metrics of
+    the step's RunReport.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVERY_STEPS_FIELD_NUMBER: _builtins.int
+    FILE_FIELD_NUMBER: _builtins.int
+    PROBLEMS_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    GREEDY_FIELD_NUMBER: _builtins.int
+    TEMPERATURE_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    INSTRUCTION_FIELD_NUMBER: _builtins.int
+    SYSTEM_FIELD_NUMBER: _builtins.int
+    TIME_LIMIT_FIELD_NUMBER: _builtins.int
+    every_steps: _builtins.int
+    """The version of each such step is evaluated, and that of the last one; 0 means never."""
+    file: _builtins.str
+    """File of problems, a path within the learner's evaluation_dir: JSON lines in the form of GSM8K ("question", "answer") or
+    MATH-500 ("problem" or "prompt", "answer").
+    """
+    problems: _builtins.int
+    """Most problems, the first of the file; 0 means 256."""
+    samples: _builtins.int
+    """Samples a problem; 0 means 1."""
+    greedy: _builtins.bool
+    """Take the most probable token. Unset: true with one sample. With several it must be false."""
+    temperature: _builtins.float
+    """Temperature when not greedy, from 0.01 to 2. Unset: the run's."""
+    max_tokens: _builtins.int
+    """Most tokens of a completion; 0 means the run's."""
+    instruction: _builtins.str
+    """Line below each question that is not a complete prompt. Unset: it asks for steps and a boxed answer."""
+    system: _builtins.str
+    """System message; empty means none."""
+    @_builtins.property
+    def time_limit(self) -> _duration_pb2.Duration:
+        """Longest that one evaluation may take; then it is given up and the version goes live without. Unset: 30 minutes."""
+
+    def __init__(
+        self,
+        *,
+        every_steps: _builtins.int = ...,
+        file: _builtins.str = ...,
+        problems: _builtins.int = ...,
+        samples: _builtins.int = ...,
+        greedy: _builtins.bool | None = ...,
+        temperature: _builtins.float | None = ...,
+        max_tokens: _builtins.int = ...,
+        instruction: _builtins.str | None = ...,
+        system: _builtins.str = ...,
+        time_limit: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_greedy", b"_greedy", "_instruction", b"_instruction", "_temperature", b"_temperature", "greedy", b"greedy", "instruction", b"instruction", "temperature", b"temperature", "time_limit", b"time_limit"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_greedy", b"_greedy", "_instruction", b"_instruction", "_temperature", b"_temperature", "every_steps", b"every_steps", "file", b"file", "greedy", b"greedy", "instruction", b"instruction", "max_tokens", b"max_tokens", "problems", b"problems", "samples", b"samples", "system", b"system", "temperature", b"temperature", "time_limit", b"time_limit"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__greedy: _TypeAlias = _typing.Literal["greedy"]  # noqa: Y015
+    _WhichOneofArgType__greedy: _TypeAlias = _typing.Literal["_greedy", b"_greedy"]  # noqa: Y015
+    _WhichOneofReturnType__instruction: _TypeAlias = _typing.Literal["instruction"]  # noqa: Y015
+    _WhichOneofArgType__instruction: _TypeAlias = _typing.Literal["_instruction", b"_instruction"]  # noqa: Y015
+    _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
+    _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__greedy) -> _WhichOneofReturnType__greedy | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__instruction) -> _WhichOneofReturnType__instruction | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
+
+Global___HeldOutEvaluation: _TypeAlias = HeldOutEvaluation  # noqa: Y015
+
+@_typing.final
 class RunConfig(_message.Message):
     """RunConfig says what a run is."""
 
@@ -707,6 +783,7 @@ class RunConfig(_message.Message):
     REWARD_DEADLINE_FIELD_NUMBER: _builtins.int
     DROP_ZERO_VARIANCE_FIELD_NUMBER: _builtins.int
     CANARY_TOLERANCE_FIELD_NUMBER: _builtins.int
+    EVALUATION_FIELD_NUMBER: _builtins.int
     group_size: _builtins.int
     """Rollouts a group; 0 means 8. 1 needs ADVANTAGE_ESTIMATOR_BATCH_NORM and drop_zero_variance = false."""
     groups_per_step: _builtins.int
@@ -747,6 +824,10 @@ class RunConfig(_message.Message):
     def reward_deadline(self) -> _duration_pb2.Duration:
         """How long an outcome is awaited after sampling. Unset: 10 minutes."""
 
+    @_builtins.property
+    def evaluation(self) -> Global___HeldOutEvaluation:
+        """Held-out evaluation; off unless every_steps is set."""
+
     def __init__(
         self,
         *,
@@ -765,10 +846,11 @@ class RunConfig(_message.Message):
         reward_deadline: _duration_pb2.Duration | None = ...,
         drop_zero_variance: _builtins.bool | None = ...,
         canary_tolerance: _builtins.float | None = ...,
+        evaluation: Global___HeldOutEvaluation | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_canary_tolerance", b"_canary_tolerance", "_drop_zero_variance", b"_drop_zero_variance", "_max_lag", b"_max_lag", "_temperature", b"_temperature", "algorithm", b"algorithm", "canary_tolerance", b"canary_tolerance", "drop_zero_variance", b"drop_zero_variance", "lora", b"lora", "max_lag", b"max_lag", "noise", b"noise", "optimizer", b"optimizer", "reward_deadline", b"reward_deadline", "temperature", b"temperature"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_canary_tolerance", b"_canary_tolerance", "_drop_zero_variance", b"_drop_zero_variance", "_max_lag", b"_max_lag", "_temperature", b"_temperature", "algorithm", b"algorithm", "canary_tolerance", b"canary_tolerance", "drop_zero_variance", b"drop_zero_variance", "evaluation", b"evaluation", "lora", b"lora", "max_lag", b"max_lag", "noise", b"noise", "optimizer", b"optimizer", "reward_deadline", b"reward_deadline", "temperature", b"temperature"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_canary_tolerance", b"_canary_tolerance", "_drop_zero_variance", b"_drop_zero_variance", "_max_lag", b"_max_lag", "_temperature", b"_temperature", "algorithm", b"algorithm", "canary_tolerance", b"canary_tolerance", "drop_zero_variance", b"drop_zero_variance", "group_size", b"group_size", "groups_per_step", b"groups_per_step", "lora", b"lora", "max_lag", b"max_lag", "max_steps", b"max_steps", "max_tokens", b"max_tokens", "noise", b"noise", "optimizer", b"optimizer", "reward_deadline", b"reward_deadline", "schedule_steps", b"schedule_steps", "seed", b"seed", "temperature", b"temperature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_canary_tolerance", b"_canary_tolerance", "_drop_zero_variance", b"_drop_zero_variance", "_max_lag", b"_max_lag", "_temperature", b"_temperature", "algorithm", b"algorithm", "canary_tolerance", b"canary_tolerance", "drop_zero_variance", b"drop_zero_variance", "evaluation", b"evaluation", "group_size", b"group_size", "groups_per_step", b"groups_per_step", "lora", b"lora", "max_lag", b"max_lag", "max_steps", b"max_steps", "max_tokens", b"max_tokens", "noise", b"noise", "optimizer", b"optimizer", "reward_deadline", b"reward_deadline", "schedule_steps", b"schedule_steps", "seed", b"seed", "temperature", b"temperature"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__canary_tolerance: _TypeAlias = _typing.Literal["canary_tolerance"]  # noqa: Y015
     _WhichOneofArgType__canary_tolerance: _TypeAlias = _typing.Literal["_canary_tolerance", b"_canary_tolerance"]  # noqa: Y015
@@ -1378,12 +1460,17 @@ class RunReport(_message.Message):
         "logprob_gap" and "behaviour_gap" are mean |differences| of log-probabilities between policy servers and trainer on
         a few rollouts of the batch, in nats a token: the new version without noise (the canary), and the versions that
         sampled the rollouts under their own noise and the run's temperature.
+        Where the version was evaluated (held-out problems, no noise): "eval_accuracy" (the mean over problems of the share of
+        right samples: pass@1) with its 95% interval "eval_accuracy_low" and "eval_accuracy_high", "eval_pass_at_k" (at least
+        one of the samples is right), "eval_problems", "eval_samples", "eval_truncated_share", "eval_tokens_mean",
+        "eval_unjudged" and "eval_failed" (1, without the others, when it did not work; the log says why).
         """
 
     @_builtins.property
     def phase_seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Seconds by phase, one after the other: "sample_wait" (for enough rewards), "load", "pack", "reference" (of a run with
-        a KL term), "forward", "backward", "optimizer", "commit" (files) and "promote" (canary and loading).
+        a KL term), "forward", "backward", "optimizer", "commit" (files), "promote" (canary and loading) and
+        "evaluate" (held out).
         """
 
     @_builtins.property
