@@ -9,7 +9,19 @@ The loop of a reward author:
             print(report.step, report.metrics["reward_mean"])
 """
 
-from qerld.v1.common_pb2 import Answer, FinishReason, Messages, Noise, Policy, Prompt, Rollout, Sampling, Span, TokenIds
+from qerld.v1.common_pb2 import (
+    Answer,
+    FinishReason,
+    Messages,
+    Noise,
+    NoiseDtype,
+    Policy,
+    Prompt,
+    Rollout,
+    Sampling,
+    Span,
+    TokenIds,
+)
 from qerld.v1.policy_pb2 import PolicyVersion, VersionState
 from qerld.v1.reward_pb2 import (
     Abstention,
@@ -90,6 +102,7 @@ __all__ = [
     "Messages",
     "MismatchCorrection",
     "Noise",
+    "NoiseDtype",
     "NoiseSchedule",
     "NotFoundError",
     "NotServedError",

@@ -9,12 +9,12 @@ from itertools import zip_longest
 from sqlalchemy import Connection
 
 from .groups import Member, lag
-from .records import FinishReason, OutcomeKind, RolloutRecord
+from .records import FinishReason, NoiseRecord, OutcomeKind, RolloutRecord
 from .store.rewards import rewarded_members
 from .store.rollouts import group_rollouts
 from .store.runs import find_version
 from .store.steps import Batch
-from .trainer.messages import Group, Rollout
+from .trainer.messages import Group, NoiseSpec, Rollout
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,13 @@ def _rollout(record: RolloutRecord, said: Member) -> Rollout:
         trainable=trainable_mask(record),
         steps=_steps(record, said),
         truncated=record.finish_reason is FinishReason.LENGTH,
+        noises=[(span.end, noise_spec(span.noise)) for span in record.spans],
     )
+
+
+def noise_spec(record: NoiseRecord) -> NoiseSpec:
+    """Return a noise as the trainer's messages have it."""
+    return NoiseSpec(record.sigma, record.seed, record.relative, record.dtype)
 
 
 def _steps(record: RolloutRecord, said: Member) -> list[tuple[int, float]] | None:

@@ -88,6 +88,7 @@ class NoiseRecord:
     sigma: float = 0.0
     seed: int = 0
     relative: bool = False
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True)
@@ -155,12 +156,13 @@ class RunConfig:
     sigma_end: float = 0.0
     noise_stages: int = 10
     noise_relative: bool = False
+    noise_dtype: str = "float32"
     group_size: int = 8
     groups_per_step: int = 4
     temperature: float = 1.0
     max_tokens: int = 256
     max_lag: int = 2
-    schedule_steps: int = 1000
+    schedule_steps: int = 0
     max_steps: int = 0
     seed: int = 0
     reward_deadline: float = 600.0

@@ -65,7 +65,8 @@ def token_ids(ids: Iterable[int]) -> common_pb2.TokenIds:
 
 
 def noise(record: records.NoiseRecord) -> common_pb2.Noise:
-    return common_pb2.Noise(sigma=record.sigma, seed=record.seed, relative=record.relative)
+    dtype = to_enum(common_pb2.NoiseDtype, "NOISE_DTYPE", record.dtype)
+    return common_pb2.Noise(sigma=record.sigma, seed=record.seed, relative=record.relative, dtype=dtype)
 
 
 def span(record: records.SpanRecord) -> common_pb2.Span:
@@ -236,6 +237,7 @@ def _adaptive_noise(config: records.RunConfig) -> run_pb2.AdaptiveNoise:
         sigma_end=config.sigma_end,
         stages=config.noise_stages,
         relative=config.noise_relative,
+        dtype=to_enum(common_pb2.NoiseDtype, "NOISE_DTYPE", config.noise_dtype),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from qerld.v1 import run_pb2
+from qerld.v1 import common_pb2, run_pb2
 
 from qerld_learner.api.checks import MAX_SEED, Checks
 from qerld_learner.api.convert import ALGORITHM, ALGORITHM_NUMBERS
@@ -48,7 +48,7 @@ def run_config(checks: Checks, message: run_pb2.RunConfig) -> RunConfig:
         temperature=_or(message, "temperature", base.temperature),
         max_tokens=message.max_tokens or base.max_tokens,
         max_lag=_or(message, "max_lag", base.max_lag),
-        schedule_steps=message.schedule_steps or message.max_steps or base.schedule_steps,
+        schedule_steps=message.schedule_steps or message.max_steps,
         max_steps=message.max_steps,
         seed=message.seed,
         reward_deadline=_deadline(checks, message, base),
@@ -131,6 +131,9 @@ def _noise(checks: Checks, message: run_pb2.AdaptiveNoise, base: RunConfig) -> d
         "sigma_end": message.sigma_end,
         "noise_stages": message.stages or base.noise_stages,
         "noise_relative": message.relative,
+        "noise_dtype": _name(
+            checks, common_pb2.NoiseDtype, "NOISE_DTYPE", message.dtype, base.noise_dtype, "config.noise.dtype"
+        ),
     }
 
 

@@ -90,7 +90,7 @@ class BaseModel:
         """Give the norms a version's noise inside the block."""
         norms = {name: self.causal.get_submodule(name) for name in self._norm_names}
         if spec is not None and spec.sigma:
-            noise = Noise(spec.sigma, spec.seed, spec.relative)
+            noise = Noise(spec.sigma, spec.seed, spec.relative, spec.dtype)
             for name, norm in norms.items():
                 norm.noise = scaled_noise(noise, name, norm.weight, unit_offset=self._unit_offset).to(self.device)
         try:

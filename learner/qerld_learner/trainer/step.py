@@ -1,7 +1,8 @@
 """One training step: groups → packed micro-batches → gradients → AdamW → new state and what happened to each rollout.
 
 A step makes one update, or several (`epochs` × `mini_batches`). What all of them refer to is computed before the first:
-the base's log-probabilities for a KL term, π_old's where there are several updates or a KL in the reward, advantages.
+the base's log-probabilities for a KL term, advantages, and π_old's log-probabilities where there are several updates,
+a KL in the reward, or a π_old with noise.
 """
 
 from __future__ import annotations
@@ -138,7 +139,10 @@ def look_ahead(model: BaseModel, config: TrainerConfig, batch: Batch, clock: Clo
     if algorithm.kl_coef:
         with clock("reference"), bypassed(model.causal):
             reference = rollout_logprobs(model, batch.sequences, config, report)
-    if several or in_reward:
+    if algorithm.old_policy == "trainer_noisy":
+        with clock("forward"):
+            old = noisy_logprobs(model, batch, config, report)
+    elif several or in_reward:
         with clock("forward"):
             old = rollout_logprobs(model, batch.sequences, config, report)
     if in_reward and old is not None and reference is not None:
@@ -166,6 +170,19 @@ def rollout_logprobs(
     """Return the log-probabilities of each sequence's policy tokens under the loaded weights, on the CPU."""
     scores = token_logprobs(model, sequences, config.token_budget, config.temperature, report)
     return [torch.tensor(one, dtype=torch.float32) for one in scores]
+
+
+def noisy_logprobs(model: BaseModel, batch: Batch, config: TrainerConfig, report: Report) -> list[Tensor]:
+    """Return `rollout_logprobs` of a batch, each token's under the noise that it was sampled with."""
+    found = [torch.zeros(len(noises)) for noises in batch.noises]
+    for noise in dict.fromkeys(noise for noises in batch.noises for noise in noises):
+        members = [member for member, noises in enumerate(batch.noises) if noise in noises]
+        with model.noise(noise):
+            scores = rollout_logprobs(model, [batch.sequences[member] for member in members], config, report)
+        for member, score in zip(members, scores, strict=True):
+            own = torch.tensor([one == noise for one in batch.noises[member]])
+            found[member] = torch.where(own, score, found[member])
+    return found
 
 
 def token_logprobs(

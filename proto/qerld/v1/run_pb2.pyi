@@ -150,6 +150,10 @@ class _OldPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OldPolicy.V
     """What sampled, by the policy server's log-probabilities. Not with a correction."""
     OLD_POLICY_TRAINER: _OldPolicy.ValueType  # 2
     """The version that the step starts from, by the trainer's log-probabilities. In the first update the ratio is 1."""
+    OLD_POLICY_TRAINER_NOISY: _OldPolicy.ValueType  # 3
+    """The same with the noise that each token was sampled under: the noisy policy, by the trainer's log-probabilities. What
+    noise does is then part of the ratio and its clips, from the first update on, and a correction is left with lag.
+    """
 
 class OldPolicy(_OldPolicy, metaclass=_OldPolicyEnumTypeWrapper):
     """OldPolicy is what the ratio is taken to."""
@@ -160,6 +164,10 @@ OLD_POLICY_BEHAVIOUR: OldPolicy.ValueType  # 1
 """What sampled, by the policy server's log-probabilities. Not with a correction."""
 OLD_POLICY_TRAINER: OldPolicy.ValueType  # 2
 """The version that the step starts from, by the trainer's log-probabilities. In the first update the ratio is 1."""
+OLD_POLICY_TRAINER_NOISY: OldPolicy.ValueType  # 3
+"""The same with the noise that each token was sampled under: the noisy policy, by the trainer's log-probabilities. What
+noise does is then part of the ratio and its clips, from the first update on, and a correction is left with lag.
+"""
 Global___OldPolicy: _TypeAlias = OldPolicy  # noqa: Y015
 
 class _LossClip:
@@ -363,11 +371,11 @@ class _NoiseScheduleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_NoiseSc
     NOISE_SCHEDULE_EXPONENTIAL_PAPER: _NoiseSchedule.ValueType  # 3
     """Exponential as the paper's formula reads; the last stage stays above sigma_end."""
     NOISE_SCHEDULE_LINEAR: _NoiseSchedule.ValueType  # 4
-    """Linear. Not served yet."""
+    """Linear over the stages; the last one has sigma_end, here and below."""
     NOISE_SCHEDULE_COSINE: _NoiseSchedule.ValueType  # 5
-    """Cosine. Not served yet."""
+    """Half a cosine over the stages: slow at both ends."""
     NOISE_SCHEDULE_LOGARITHMIC: _NoiseSchedule.ValueType  # 6
-    """Logarithmic. Not served yet."""
+    """Logarithmic: falls fast, then ever more slowly."""
 
 class NoiseSchedule(_NoiseSchedule, metaclass=_NoiseScheduleEnumTypeWrapper):
     """NoiseSchedule is how sigma falls over the learner's steps."""
@@ -381,11 +389,11 @@ NOISE_SCHEDULE_EXPONENTIAL: NoiseSchedule.ValueType  # 2
 NOISE_SCHEDULE_EXPONENTIAL_PAPER: NoiseSchedule.ValueType  # 3
 """Exponential as the paper's formula reads; the last stage stays above sigma_end."""
 NOISE_SCHEDULE_LINEAR: NoiseSchedule.ValueType  # 4
-"""Linear. Not served yet."""
+"""Linear over the stages; the last one has sigma_end, here and below."""
 NOISE_SCHEDULE_COSINE: NoiseSchedule.ValueType  # 5
-"""Cosine. Not served yet."""
+"""Half a cosine over the stages: slow at both ends."""
 NOISE_SCHEDULE_LOGARITHMIC: NoiseSchedule.ValueType  # 6
-"""Logarithmic. Not served yet."""
+"""Logarithmic: falls fast, then ever more slowly."""
 Global___NoiseSchedule: _TypeAlias = NoiseSchedule  # noqa: Y015
 
 class _RunState:
@@ -659,6 +667,7 @@ class AdaptiveNoise(_message.Message):
     SIGMA_END_FIELD_NUMBER: _builtins.int
     STAGES_FIELD_NUMBER: _builtins.int
     RELATIVE_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
     schedule: Global___NoiseSchedule.ValueType
     """Schedule."""
     sigma_start: _builtins.float
@@ -669,6 +678,8 @@ class AdaptiveNoise(_message.Message):
     """Stages, the first without noise; 0 means 10."""
     relative: _builtins.bool
     """Whether sigma is in units of each norm's mean |w|."""
+    dtype: _common_pb2.NoiseDtype.ValueType
+    """Number format in which it is added."""
     def __init__(
         self,
         *,
@@ -677,10 +688,11 @@ class AdaptiveNoise(_message.Message):
         sigma_end: _builtins.float = ...,
         stages: _builtins.int = ...,
         relative: _builtins.bool = ...,
+        dtype: _common_pb2.NoiseDtype.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["relative", b"relative", "schedule", b"schedule", "sigma_end", b"sigma_end", "sigma_start", b"sigma_start", "stages", b"stages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "relative", b"relative", "schedule", b"schedule", "sigma_end", b"sigma_end", "sigma_start", b"sigma_start", "stages", b"stages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -718,7 +730,7 @@ class RunConfig(_message.Message):
     max_lag: _builtins.int
     """Largest lag (learner version minus the version that made a token) of a group that trains. Unset: 2."""
     schedule_steps: _builtins.int
-    """Steps over which schedules run; 0 means max_steps, and without it 1000."""
+    """Steps over which schedules run; 0 means max_steps. A noise schedule needs one of the two."""
     max_steps: _builtins.int
     """Training stops after this many steps; 0 means never."""
     seed: _builtins.int
