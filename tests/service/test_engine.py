@@ -132,7 +132,11 @@ def reference_logprobs(model: Path, nvfp4: Path, adapter: Path, noise: Noise | N
     return logprobs[:-1].gather(1, torch.tensor(ids[1:]).unsqueeze(1)).squeeze(1)
 
 
-@pytest.mark.parametrize("noise", [None, NOISE, Noise(0.1, 3, relative=True)], ids=["clean", "noise", "relative"])
+@pytest.mark.parametrize(
+    "noise",
+    [None, NOISE, Noise(0.1, 3, relative=True), Noise(0.1, 3, dtype="bfloat16")],
+    ids=["clean", "noise", "relative", "bfloat16"],
+)
 async def test_nvfp4_logprobs_equal_those_of_transformers(
     fresh: PolicyEngine, adapters: list[Path], tiny_model: tuple[Path, Path], noise: Noise | None
 ) -> None:
