@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -92,12 +93,13 @@ def lags(data: BatchData) -> list[int]:
 
 
 def report_metrics(
-    data: BatchData, trained: Mapping[str, float], sigma: float, zero_variance: int, seconds: float
+    data: BatchData, trained: Mapping[str, float], sigma: float, groups_per_step: int, seconds: float
 ) -> dict[str, float]:
     """Return the metrics of `qerld.v1.RunReport`: the trainer's, and what only the learner knows.
 
-    `zero_variance` groups were dropped since the step before; `seconds` is how long the trainer took.
+    `seconds` is how long the trainer took.
     """
+    zero_variance = data.batch.zero_variance
     found = lags(data)
     rollouts = [record for group in data.groups for record in group]
     tokens = float(sum(record.trainable_tokens for record in rollouts))
@@ -116,6 +118,7 @@ def report_metrics(
         "lag_max": float(max(found)),
         "sigma": sigma,
         "groups_zero_variance": float(zero_variance),
+        "sampling_rounds": float(math.ceil((zero_variance + len(data.groups)) / groups_per_step)),
         "zero_variance_share": equal / (zero_variance + len(data.groups)),
         "tokens_per_second": tokens / seconds if seconds > 0 else 0.0,
     }

@@ -167,6 +167,7 @@ class RunConfig:
     seed: int = 0
     reward_deadline: float = 600.0
     drop_zero_variance: bool = True
+    max_sampling_rounds: int = 0
     canary_tolerance: float | None = None
 
 

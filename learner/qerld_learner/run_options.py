@@ -85,6 +85,9 @@ def _problems(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield from _algorithm(config)
     yield from _modules(config.target_modules)
     yield from _numbers(config)
+    if config.max_sampling_rounds and not config.drop_zero_variance:
+        text = f"must be 0 with drop_zero_variance = false, got {config.max_sampling_rounds}"
+        yield "max_sampling_rounds", f"{text}; nothing is dropped, so that each batch takes one round"
     yield from _noise(config)
     yield from _schedule(config)
 
@@ -124,6 +127,7 @@ def _numbers(config: RunConfig) -> Iterator[tuple[str, str]]:
         ("max_lag", config.max_lag, 0, 64),
         ("schedule_steps", config.schedule_steps, 0, 1 << 31),
         ("max_steps", config.max_steps, 0, 1 << 31),
+        ("max_sampling_rounds", config.max_sampling_rounds, 0, 1 << 20),
         ("optimizer.beta1", config.beta1, 0, 1 - 1e-9),
         ("optimizer.beta2", config.beta2, 0, 1 - 1e-9),
         ("optimizer.learning_rate", config.learning_rate, 0, 1),

@@ -66,6 +66,7 @@ def test_run_config_survives_a_round_trip() -> None:
         reward_deadline=1.5,
         drop_zero_variance=False,
         canary_tolerance=0.5,
+        max_sampling_rounds=3,
     )
     checks = Checks()
     assert run_config(checks, convert.run_config(config)) == config

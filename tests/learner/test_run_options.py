@@ -45,6 +45,8 @@ BAD = [
     ({**NOISE, "sigma_start": math.nan}, "noise.sigma_start", "[1e-06, 10], got nan"),
     ({**NOISE, "sigma_end": 0.0}, "noise.sigma_end", "[1e-06, 10], got 0; NOISE_SCHEDULE_NONE is without noise"),
     ({**NOISE, "noise_stages": 1}, "noise.stages", "at least 2 (the first has no noise), got 1"),
+    ({"max_sampling_rounds": -1}, "max_sampling_rounds", "[0, 1048576], got -1"),
+    ({"max_sampling_rounds": 3, "drop_zero_variance": False}, "max_sampling_rounds", "must be 0 with drop_zero_varian"),
     ({**NOISE, "schedule_steps": 0}, "schedule_steps", "at least 1 with noise.schedule cosine, got 0; set it, or max"),
 ]
 

@@ -219,6 +219,7 @@ def run_config(config: records.RunConfig) -> run_pb2.RunConfig:
         seed=config.seed,
         drop_zero_variance=config.drop_zero_variance,
         canary_tolerance=config.canary_tolerance,
+        max_sampling_rounds=config.max_sampling_rounds,
     )
     message.reward_deadline.FromNanoseconds(int(config.reward_deadline * 1e9))
     return message

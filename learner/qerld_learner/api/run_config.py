@@ -53,6 +53,7 @@ def run_config(checks: Checks, message: run_pb2.RunConfig) -> RunConfig:
         seed=message.seed,
         reward_deadline=_deadline(checks, message, base),
         drop_zero_variance=_or(message, "drop_zero_variance", base.drop_zero_variance),
+        max_sampling_rounds=message.max_sampling_rounds,
         canary_tolerance=_or(message, "canary_tolerance", None),
     )
     # The other ranges are the core's: `Learner.check_run_config`.

@@ -148,6 +148,8 @@ batches = Table(
     Column("state", String(16), nullable=False),
     # Number of the learner process that may commit it; another process takes over by raising it.
     Column("fence", Integer, nullable=False),
+    # Groups that were dropped for zero variance on the way to it.
+    Column("zero_variance", Integer, nullable=False, server_default="0"),
     Column("created_at", Float, nullable=False),
     Index("batches_by_state", "run", "state"),
 )

@@ -719,6 +719,7 @@ class RunConfig(_message.Message):
     REWARD_DEADLINE_FIELD_NUMBER: _builtins.int
     DROP_ZERO_VARIANCE_FIELD_NUMBER: _builtins.int
     CANARY_TOLERANCE_FIELD_NUMBER: _builtins.int
+    MAX_SAMPLING_ROUNDS_FIELD_NUMBER: _builtins.int
     group_size: _builtins.int
     """Rollouts a group; 0 means 8. 1 needs ADVANTAGE_ESTIMATOR_BATCH_NORM and drop_zero_variance = false."""
     groups_per_step: _builtins.int
@@ -739,6 +740,11 @@ class RunConfig(_message.Message):
     """Whether groups whose rewards are all equal are dropped. Unset: the algorithm's preset's, or true."""
     canary_tolerance: _builtins.float
     """Largest mean |difference| of log-probabilities that the canary allows. Unset: 1e-3 in float32, 0.25 in bfloat16, 0.05 in float16."""
+    max_sampling_rounds: _builtins.int
+    """Dynamic sampling: how many rounds of groups_per_step groups a batch may take because groups of equal rewards are
+    dropped. After them the step is taken with the groups that there are; without any, the run is paused and says so. 0: no
+    limit.
+    """
     @_builtins.property
     def lora(self) -> Global___LoraConfig:
         """Shape of the adapter."""
@@ -777,10 +783,11 @@ class RunConfig(_message.Message):
         reward_deadline: _duration_pb2.Duration | None = ...,
         drop_zero_variance: _builtins.bool | None = ...,
         canary_tolerance: _builtins.float | None = ...,
+        max_sampling_rounds: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_canary_tolerance", b"_canary_tolerance", "_drop_zero_variance", b"_drop_zero_variance", "_max_lag", b"_max_lag", "_temperature", b"_temperature", "algorithm", b"algorithm", "canary_tolerance", b"canary_tolerance", "drop_zero_variance", b"drop_zero_variance", "lora", b"lora", "max_lag", b"max_lag", "noise", b"noise", "optimizer", b"optimizer", "reward_deadline", b"reward_deadline", "temperature", b"temperature"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_canary_tolerance", b"_canary_tolerance", "_drop_zero_variance", b"_drop_zero_variance", "_max_lag", b"_max_lag", "_temperature", b"_temperature", "algorithm", b"algorithm", "canary_tolerance", b"canary_tolerance", "drop_zero_variance", b"drop_zero_variance", "group_size", b"group_size", "groups_per_step", b"groups_per_step", "lora", b"lora", "max_lag", b"max_lag", "max_steps", b"max_steps", "max_tokens", b"max_tokens", "noise", b"noise", "optimizer", b"optimizer", "reward_deadline", b"reward_deadline", "schedule_steps", b"schedule_steps", "seed", b"seed", "temperature", b"temperature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_canary_tolerance", b"_canary_tolerance", "_drop_zero_variance", b"_drop_zero_variance", "_max_lag", b"_max_lag", "_temperature", b"_temperature", "algorithm", b"algorithm", "canary_tolerance", b"canary_tolerance", "drop_zero_variance", b"drop_zero_variance", "group_size", b"group_size", "groups_per_step", b"groups_per_step", "lora", b"lora", "max_lag", b"max_lag", "max_sampling_rounds", b"max_sampling_rounds", "max_steps", b"max_steps", "max_tokens", b"max_tokens", "noise", b"noise", "optimizer", b"optimizer", "reward_deadline", b"reward_deadline", "schedule_steps", b"schedule_steps", "seed", b"seed", "temperature", b"temperature"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__canary_tolerance: _TypeAlias = _typing.Literal["canary_tolerance"]  # noqa: Y015
     _WhichOneofArgType__canary_tolerance: _TypeAlias = _typing.Literal["_canary_tolerance", b"_canary_tolerance"]  # noqa: Y015

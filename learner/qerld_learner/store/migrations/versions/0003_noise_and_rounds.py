@@ -14,10 +14,12 @@ depends_on = None
 def upgrade() -> None:
     """Add the columns; versions there are were made in float32."""
     op.add_column("versions", sa.Column("noise_dtype", sa.String(16), nullable=False, server_default="float32"))
-    op.add_column("runs", sa.Column("zero_variance", sa.Integer(), nullable=False, server_default="0"))
+    for table in ("runs", "batches"):
+        op.add_column(table, sa.Column("zero_variance", sa.Integer(), nullable=False, server_default="0"))
 
 
 def downgrade() -> None:
     """Drop them."""
-    op.drop_column("runs", "zero_variance")
+    for table in ("batches", "runs"):
+        op.drop_column(table, "zero_variance")
     op.drop_column("versions", "noise_dtype")
