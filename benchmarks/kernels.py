@@ -35,7 +35,7 @@ from qerld_kernels.low_rank import Adapters, Sharing, counters_for
 from qerld_kernels.matmul import dequantized_product, lora_matmul, lora_plan, matmul, matmul_reference, remember_scale
 from qerld_kernels.rmsnorm import add_rmsnorm_slots, rmsnorm_slots
 from qerld_kernels.tiles import Tiles, dequantize_tiles, tile
-from qerld_learner.trainer.nvfp4_linear import scaled_product
+from qerld_learner.trainer.packed_linear import scaled_product
 from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -19,7 +19,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from qerld_learner.trainer import nvfp4_linear
+from qerld_learner.trainer import packed_linear
 from qerld_learner.trainer.messages import InitVersion, Score, Scores, Sequence, TrainerConfig
 from qerld_learner.trainer.worker import Worker
 from qerld_service.adapters import AdapterKey
@@ -33,7 +33,7 @@ PROMPTS, COMPLETIONS, TOKENS = 16, 4, 12
 
 
 def in_two_halves(x: Tensor, weight: Tensor, scale: float) -> Tensor:
-    """`nvfp4_linear.scaled_product` with another order of summation."""
+    """`packed_linear.scaled_product` with another order of summation."""
     half, wide, columns = x.shape[-1] // 2, x.float(), weight.float()
     return ((wide[..., half:] @ columns[half:] + wide[..., :half] @ columns[:half]) * scale).to(x.dtype)
 
@@ -100,7 +100,7 @@ async def measure(model: Path, dtypes: list[str], folder: Path) -> dict[str, obj
             server = await served(engine, sequences)
             await engine.stop()
         ours, reference = trainer.score(sequences), reference or exact.score(sequences)
-        with mock.patch.object(nvfp4_linear, "scaled_product", in_two_halves):
+        with mock.patch.object(packed_linear, "scaled_product", in_two_halves):
             other = trainer.score(sequences)
         rows[dtype] = {
             "trainer_against_other_order": difference(ours, other),

@@ -1,8 +1,9 @@
-"""Reads model folders: plain Hugging Face safetensors, and NVFP4 in the two layouts that vLLM serves.
+"""Reads model folders: plain Hugging Face safetensors, and the 4-bit ones that vLLM serves.
 
-| layout             | packed          | block scale    | per tensor                       |
-| compressed-tensors | `weight_packed` | `weight_scale` | `weight_global_scale`, a divisor |
-| NVIDIA ModelOpt    | `weight` uint8  | `weight_scale` | `weight_scale_2`, a multiplier   |
+| layout                     | packed          | block scale    | per tensor                       |
+| compressed-tensors, NVFP4  | `weight_packed` | `weight_scale` | `weight_global_scale`, a divisor |
+| compressed-tensors, MXFP4  | `weight_packed` | `weight_scale` |                                  |
+| NVIDIA ModelOpt, NVFP4     | `weight` uint8  | `weight_scale` | `weight_scale_2`, a multiplier   |
 
 `linear` gives the values that are *served*: for the members of a fused group vLLM takes the maximum of the stored
 numbers (so the smallest multiplier in one layout and the largest in the other), and Marlin flushes small block scales.
@@ -20,7 +21,9 @@ import torch
 
 from qerld_kernels.architectures import Architecture, architecture_of, layer_count
 from qerld_kernels.errors import CheckpointError
-from qerld_kernels.nvfp4 import BLOCK, Nvfp4Tensor, flush_scales
+from qerld_kernels.formats import FORMATS, MXFP4, NVFP4, Format, PackedWeight
+from qerld_kernels.mxfp4 import Mxfp4Tensor
+from qerld_kernels.nvfp4 import Nvfp4Tensor, flush_scales
 from qerld_kernels.parameters import parameter_shapes
 from qerld_kernels.safetensors_io import TensorInfo, read_header, read_tensor
 
@@ -36,7 +39,7 @@ _SUFFIXES: dict[Layout, tuple[str, str, str]] = {
 }
 _INDEX = "model.safetensors.index.json"
 _PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_WAY_OUT = "copy or download the model again, or make its NVFP4 copy again with `qerld quantize`"
+_WAY_OUT = "copy or download the model again, or make its 4-bit copy again with `qerld quantize`"
 
 
 class CheckpointReader:
@@ -44,7 +47,7 @@ class CheckpointReader:
 
     Raises:
         CheckpointError: no such folder, no or broken config.json, truncated safetensors, a tensor that is missing or of
-            another dtype or shape than config.json implies, a quantisation other than NVFP4.
+            another dtype or shape than config.json implies, a quantisation other than NVFP4 and MXFP4.
         UnsupportedArchitectureError: a model family without a row in `architectures`.
     """
 
@@ -56,7 +59,7 @@ class CheckpointReader:
         shapes = _read_config(folder / "config.json", self.config)
         self.architecture: Architecture = architecture_of(self.config)
         self.layers: int = layer_count(self.config)
-        self.layout: Layout = _layout(folder, self.config)
+        self.layout, self.format = _layout(folder, self.config)
         self.shards: dict[Path, dict[str, TensorInfo]] = {path: read_header(path) for path in _shard_paths(folder)}
         self.infos: dict[str, TensorInfo] = {k: v for infos in self.shards.values() for k, v in infos.items()}
         self.flushed_scales = 0
@@ -100,20 +103,24 @@ class CheckpointReader:
         return self.infos[name]
 
     def is_quantized(self, linear: str) -> bool:
-        """Whether the linear layer (a module name, without `.weight`) is stored as NVFP4."""
+        """Whether the linear layer (a module name, without `.weight`) is stored in the folder's 4-bit format."""
         if self.layout == "plain":
             return False
         packed, scale, _ = _SUFFIXES[self.layout]
         return f"{linear}.{scale}" in self.infos or (packed != "weight" and f"{linear}.{packed}" in self.infos)
 
-    def linear(self, name: str) -> Nvfp4Tensor:
-        """The NVFP4 weight of a linear layer as it is served, on the CPU; see the module's docstring.
+    def linear(self, name: str) -> PackedWeight:
+        """The 4-bit weight of a linear layer as it is served, on the CPU; see the module's docstring.
 
         Raises:
-            CheckpointError: the layer is not NVFP4; NaN, negative or non-finite scales.
+            CheckpointError: the layer is not 4-bit; NaN, negative or non-finite scales.
         """
         if not self.is_quantized(name):
-            raise CheckpointError(f"{self.folder}: {name} is not stored as NVFP4; `qerld quantize` makes such a folder")
+            raise CheckpointError(
+                f"{self.folder}: {name} is not stored in 4 bits; `qerld quantize` makes such a folder"
+            )
+        if self.format is MXFP4:
+            return Mxfp4Tensor(self.tensor(f"{name}.weight_packed"), self._block_scales(name))
         group = self._groups.get(name, (name,))
         if self._scales is None or self._scales[0] != group:
             self._scales = (group, *self._read_scales(group))
@@ -122,7 +129,7 @@ class CheckpointReader:
         return Nvfp4Tensor(packed, scales[group.index(name)], global_scale)
 
     def linear_shape(self, name: str) -> tuple[int, int]:
-        """(out, in) of a linear layer, NVFP4 or plain, from the headers alone; raises like `tensor`."""
+        """(out, in) of a linear layer, 4-bit or plain, from the headers alone; raises like `tensor`."""
         if self.is_quantized(name):
             out, pairs = self.info(f"{name}.{_SUFFIXES[self.layout][0]}").shape
             return out, 2 * pairs
@@ -130,14 +137,15 @@ class CheckpointReader:
         return out, features
 
     def check_scales(self) -> None:
-        """Read every scale, a ninth of an NVFP4 model.
+        """Read every scale, a ninth of an NVFP4 model, a seventeenth of an MXFP4 one.
 
         Raises:
             CheckpointError: one is NaN, negative or, of those a tensor, not finite and positive.
         """
         for name in filter(self.is_quantized, self.linear_names):
-            self._global_scale(name)
             self._block_scales(name)
+            if self.format is NVFP4:
+                self._global_scale(name)
 
     def _read_scales(self, group: tuple[str, ...]) -> tuple[list[torch.Tensor], torch.Tensor]:
         stored = torch.stack([self._global_scale(member) for member in group])
@@ -163,6 +171,10 @@ class CheckpointReader:
         codes = read_tensor(info).view(torch.uint8)
         # One pass over what may be gigabytes: comparisons took 20 times as long.
         counts = torch.bincount(codes.flatten(), minlength=256)
+        if self.format is MXFP4:
+            if nan := int(counts[0xFF]):
+                raise _wrong(info, name, suffix, f"holds NaN in {nan} of {codes.numel()} block scales")
+            return codes
         if nan := int(counts[0x7F] + counts[0xFF]):
             raise _wrong(info, name, suffix, f"holds NaN in {nan} of {codes.numel()} block scales")
         if negative := int(counts[0x81:0xFF].sum()):
@@ -184,11 +196,16 @@ class CheckpointReader:
 
     def _check_packed(self, name: str, out: int, features: int) -> None:
         packed, scale, global_scale = (f"{name}.{suffix}" for suffix in _SUFFIXES[self.layout])
-        if features % BLOCK:
-            raise CheckpointError(f"{self.folder}: {name} has {features} inputs, NVFP4 needs a multiple of {BLOCK}")
+        form = self.format
+        assert form is not None
+        if features % form.block:
+            raise CheckpointError(
+                f"{self.folder}: {name} has {features} inputs, {form.name} needs a multiple of {form.block}"
+            )
         self._check_header(packed, (torch.uint8,), (out, features // 2))
-        self._check_header(scale, (torch.float8_e4m3fn,), (out, features // BLOCK))
-        self._check_header(global_scale, (torch.float32,), (), (1,))
+        self._check_header(scale, (form.scale,), (out, features // form.block))
+        if form is NVFP4:
+            self._check_header(global_scale, (torch.float32,), (), (1,))
 
     def _check_header(self, name: str, dtypes: tuple[torch.dtype, ...], *shapes: tuple[int, ...]) -> None:
         info = self.info(name)
@@ -203,7 +220,7 @@ class CheckpointReader:
         plain = [member for member in group if not self.is_quantized(member)]
         if 0 < len(plain) < len(group):
             raise CheckpointError(
-                f"{self.folder}: {plain[0]} is not NVFP4 but its fused group {', '.join(group)} is; {_WAY_OUT}"
+                f"{self.folder}: {plain[0]} is not 4-bit but its fused group {', '.join(group)} is; {_WAY_OUT}"
             )
 
 
@@ -253,41 +270,47 @@ def _shard_paths(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(set(weight_map.values()))]
 
 
-def _layout(folder: Path, config: Mapping[str, Any]) -> Layout:
+def _layout(folder: Path, config: Mapping[str, Any]) -> tuple[Layout, Format | None]:
     quantization = config.get("quantization_config")
     if quantization is None and (folder / "hf_quant_config.json").is_file():
         theirs = read_json(folder / "hf_quant_config.json").get("quantization")
         quantization = {"quant_method": "modelopt", **_object(folder / "hf_quant_config.json: quantization", theirs)}
     if quantization is None:
-        return "plain"
+        return "plain", None
     method = _object(folder / "config.json: quantization_config", quantization).get("quant_method")
     if method == "compressed-tensors":
-        _check_compressed_tensors(folder, quantization)
-        return "compressed-tensors"
+        return "compressed-tensors", _compressed_tensors(folder, quantization)
     if method in ("modelopt", "modelopt_fp4"):
         nested = _object(folder / "config.json: quantization", quantization.get("quantization", {}))
         algorithm = quantization.get("quant_algo") or nested.get("quant_algo")
         if algorithm not in ("NVFP4", "W4A16_NVFP4"):
             raise CheckpointError(f"{folder}: ModelOpt quant_algo must be NVFP4 or W4A16_NVFP4, got {algorithm}")
-        return "modelopt"
+        return "modelopt", NVFP4
     raise CheckpointError(
         f"{folder}: quant_method {method!r} is not read; "
-        "known are compressed-tensors (nvfp4-pack-quantized) and modelopt (NVFP4)"
+        "known are compressed-tensors (nvfp4-pack-quantized, mxfp4-pack-quantized) and modelopt (NVFP4)"
     )
 
 
-def _check_compressed_tensors(folder: Path, quantization: Mapping[str, Any]) -> None:
+def _compressed_tensors(folder: Path, quantization: Mapping[str, Any]) -> Format:
+    """The format of all groups, told by the length of their blocks."""
     place = folder / "config.json: quantization_config.config_groups"
-    groups = _object(place, quantization.get("config_groups") or {})
-    for name, group in groups.items():
+    by_block = {form.block: form for form in FORMATS.values()}
+    forms = set()
+    for name, group in _object(place, quantization.get("config_groups") or {}).items():
         weights = _object(place, _object(place, group).get("weights") or {})
         found = {key: weights.get(key) for key in ("num_bits", "type", "group_size")}
-        if found != {"num_bits": 4, "type": "float", "group_size": BLOCK}:
-            raise CheckpointError(f"{folder}: {name} must be NVFP4 (4 bits, float, groups of {BLOCK}), got {found}")
+        if (found["num_bits"], found["type"]) != (4, "float") or found["group_size"] not in by_block:
+            raise CheckpointError(
+                f"{folder}: {name} must be NVFP4 or MXFP4 (4 bits, float, groups of 16 or 32), got {found}"
+            )
+        forms.add(by_block[found["group_size"]])
         if group.get("input_activations"):
             logger.warning("%s: %s also quantises activations; only its weights are read", folder, name)
-    if not groups:
-        raise CheckpointError(f"{folder}: quantization_config has no config_groups")
+    if len(forms) != 1:
+        what = "mixes NVFP4 and MXFP4" if forms else "has no config_groups"
+        raise CheckpointError(f"{folder}: quantization_config {what}")
+    return forms.pop()
 
 
 def _object(place: Path, value: Any) -> dict[str, Any]:

@@ -11,31 +11,16 @@ Shapes: out, in: a linear layer's output and input features.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from qerld_kernels import nvfp4
+from qerld_kernels.formats import NVFP4, Format
 from qerld_kernels.jit import can_launch, jit, tl
 
-__all__ = ["MXFP4", "NVFP4", "Format", "dequantize_reference", "dequantize_unscaled"]
+__all__ = ["dequantize_reference", "dequantize_unscaled"]
 
 _BYTES = 2048
-
-
-@dataclass(frozen=True)
-class Format:
-    """A 4-bit format: its name, block length in weights, and the dtype of its block scales."""
-
-    name: str
-    block: int
-    scale: torch.dtype
-
-
-NVFP4 = Format("NVFP4", 16, torch.float8_e4m3fn)
-MXFP4 = Format("MXFP4", 32, torch.uint8)
-"""Its scales are the exponents themselves, e8m0; 255 is NaN."""
 
 
 def dequantize_unscaled(

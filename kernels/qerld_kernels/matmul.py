@@ -4,7 +4,7 @@ Two ways, chosen by the number of tokens M: fused (`fused_product.py`), or W̃ i
 which is the better one for large M and the only one where the fused kernel does not run.
 
 Training multiplies with the checkpoint's own layout, forward and backward, by the second way (the learner's
-`nvfp4_linear.py`): its M is large.
+`packed_linear.py`): its M is large.
 
 Legend: M tokens, K inputs, N outputs.
 """

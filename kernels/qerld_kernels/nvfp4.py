@@ -23,6 +23,7 @@ import torch
 from torch.nn.functional import embedding
 
 from qerld_kernels.errors import QuantizationError
+from qerld_kernels.formats import NVFP4, Format
 
 __all__ = [
     "BLOCK",
@@ -33,8 +34,10 @@ __all__ = [
     "dequantize_unscaled",
     "flush_scales",
     "global_scale_for",
+    "nearest_e2m1",
     "pack",
     "quantize",
+    "row_chunks",
     "unpack",
 ]
 
@@ -65,6 +68,11 @@ class Nvfp4Tensor:
     packed: torch.Tensor
     scale: torch.Tensor
     global_scale: torch.Tensor
+
+    @property
+    def format(self) -> Format:
+        """NVFP4."""
+        return NVFP4
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -107,12 +115,12 @@ def quantize(
     out, features = weight.shape
     packed = torch.empty(out, features // 2, dtype=torch.uint8, device=weight.device)
     codes = torch.empty(out, features // BLOCK, dtype=torch.uint8, device=weight.device)
-    for rows in _row_chunks(weight):
+    for rows in row_chunks(weight):
         blocks = weight[rows].float().reshape(-1, BLOCK)
         if not torch.isfinite(blocks).all():
             raise QuantizationError("weight: must be finite to be quantised, it holds NaN or infinity")
         scale_codes = _absmax_codes(blocks, g) if search == "absmax" else _searched_codes(blocks, g)
-        values = _nearest_e2m1(blocks / _step(scale_codes, g))
+        values = nearest_e2m1(blocks / _step(scale_codes, g))
         # A block of zeros has scale 0, the only scale below 2⁻⁶ that is allowed.
         scale_codes = torch.where((values == 0).all(dim=1, keepdim=True), 0, scale_codes)
         codes[rows] = scale_codes.to(torch.uint8).view(-1, features // BLOCK)
@@ -157,7 +165,7 @@ def dequantize_unscaled(
         out = torch.empty(rows, features, dtype=dtype, device=packed.device)
     elif out.shape != (rows, features) or not out.is_contiguous():
         raise ValueError(f"out: must be a contiguous [{rows}, {features}], got {tuple(out.shape)}")
-    for part in _row_chunks(out):
+    for part in row_chunks(out):
         values = unpack(packed[part], dtype=out.dtype).view(-1, features // BLOCK, BLOCK)
         torch.mul(values, scale[part].to(out.dtype).unsqueeze(-1), out=out[part].view_as(values))
     return out
@@ -189,7 +197,8 @@ def flush_scales(scales: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], in
     return flushed, count
 
 
-def _row_chunks(matrix: torch.Tensor) -> Iterator[slice]:
+def row_chunks(matrix: torch.Tensor) -> Iterator[slice]:
+    """Slices of rows, so many that temporaries stay small."""
     rows, features = matrix.shape
     step = max(1, (_CPU_CHUNK if matrix.device.type == "cpu" else _GPU_CHUNK) // features)
     for start in range(0, rows, step):
@@ -222,7 +231,7 @@ def _squared_error(blocks: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
 
     Halves are added to halves: an order that every device keeps, so that near-ties fall alike.
     """
-    errors = (_nearest_e2m1(blocks / step) * step).sub_(blocks).square_()
+    errors = (nearest_e2m1(blocks / step) * step).sub_(blocks).square_()
     while errors.shape[1] > 1:
         left, right = errors.chunk(2, dim=1)
         errors = left + right
@@ -234,7 +243,7 @@ def _step(codes: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
     return codes.to(torch.uint8).view(torch.float8_e4m3fn).float() / (1.0 / g)
 
 
-def _nearest_e2m1(x: torch.Tensor) -> torch.Tensor:
+def nearest_e2m1(x: torch.Tensor) -> torch.Tensor:
     """Round to the nearest e2m1 value, ties to the even code, saturating at ±6; zero keeps its sign."""
     magnitude = x.abs()
     # The spacing is 0.5 below 2, 1 below 4 and 2 above; torch.round takes ties to even, which is the even code.

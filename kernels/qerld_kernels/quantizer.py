@@ -1,7 +1,8 @@
-"""Quantises a Hugging Face model folder to NVFP4, tensor by tensor, into a folder that stock vLLM loads.
+"""Quantises a Hugging Face model folder to NVFP4 or MXFP4, tensor by tensor, into a folder that stock vLLM loads.
 
-Written is compressed-tensors' `nvfp4-pack-quantized`, weights only (W4A16). Linear layers of the decoder are quantised;
-embeddings, norms, biases and lm_head are copied. Memory is bounded by the largest linear layer, not by a shard.
+Written is compressed-tensors' `nvfp4-pack-quantized` or `mxfp4-pack-quantized`, weights only (W4A16). Linear layers of
+the decoder are quantised; embeddings, norms, biases and lm_head are copied. Memory is bounded by the largest linear
+layer, not by a shard.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from typing import Any
 
 import torch
 
+from qerld_kernels import mxfp4
 from qerld_kernels.checkpoint import CheckpointReader
 from qerld_kernels.errors import QuantizationError
 from qerld_kernels.folders import appearing_folder
+from qerld_kernels.formats import NVFP4, Format
 from qerld_kernels.model_folder import open_model
-from qerld_kernels.nvfp4 import BLOCK, Search, global_scale_for
+from qerld_kernels.nvfp4 import Search, global_scale_for
 from qerld_kernels.quantize import quantize
 from qerld_kernels.safetensors_io import ShardWriter, nbytes_of, read_bytes
 
@@ -33,17 +36,17 @@ _NOT_COPIED = ("config.json", "model.safetensors.index.json")
 _Entries = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
-def quantization_config() -> dict[str, Any]:
-    """The `quantization_config` of config.json: compressed-tensors NVFP4 weights, activations untouched."""
+def quantization_config(form: Format = NVFP4) -> dict[str, Any]:
+    """The `quantization_config` of config.json: compressed-tensors 4-bit weights, activations untouched."""
     weights = {
         "num_bits": 4,
         "type": "float",
-        "strategy": "tensor_group",
-        "group_size": BLOCK,
+        "strategy": "tensor_group" if form is NVFP4 else "group",
+        "group_size": form.block,
         "symmetric": True,
         "dynamic": False,
     }
-    name = "nvfp4-pack-quantized"
+    name = form.checkpoint
     group = {
         "targets": ["Linear"],
         "weights": weights,
@@ -62,27 +65,33 @@ def quantization_config() -> dict[str, Any]:
 
 
 def quantize_checkpoint(
-    model: Path, out: Path, *, search: Search = "absmax", device: str = "cpu", progress: Progress | None = None
+    model: Path,
+    out: Path,
+    *,
+    form: Format = NVFP4,
+    search: Search = "absmax",
+    device: str = "cpu",
+    progress: Progress | None = None,
 ) -> None:
     """Quantise the folder `model` into the new or empty folder `out`, which appears complete or not at all.
 
-    Every device makes the same bytes.
+    Every device makes the same bytes. `search` is of NVFP4; MXFP4 has one rule for its scales.
 
     Raises:
         CheckpointError: `model` is broken, or lacks a tokenizer, without which the copy could not be used.
-        QuantizationError: `out` is in use, the model is already quantised, a layer's inputs are no multiple of 16,
-            a weight is not finite, the disk is too small, or the device's memory is.
+        QuantizationError: `out` is in use, the model is already quantised, a layer's inputs are no multiple of the
+            block, a weight is not finite, the disk is too small, or the device's memory is.
         OSError: writing failed; `out` is left as it was.
     """
     reader = open_model(model)
-    _check_source(reader)
+    _check_source(reader, form)
     _check_target(out)
-    plans = {path: _entries(reader, list(infos)) for path, infos in reader.shards.items()}
+    plans = {path: _entries(reader, list(infos), form) for path, infos in reader.shards.items()}
     _check_disk(out, sum(nbytes_of(*entry) for plan in plans.values() for entry in plan.values()))
     with appearing_folder(out) as folder:
-        _copy_files(reader, folder)
+        _copy_files(reader, folder, form)
         try:
-            _write_shards(reader, folder, plans, search, device, progress)
+            _write_shards(reader, folder, plans, form, search, device, progress)
         except torch.OutOfMemoryError as error:
             raise QuantizationError(
                 f"{device}: its memory is full; stop what else runs there, or take the CPU"
@@ -90,14 +99,15 @@ def quantize_checkpoint(
         _write_index(folder, plans)
 
 
-def _check_source(reader: CheckpointReader) -> None:
+def _check_source(reader: CheckpointReader, form: Format) -> None:
     if reader.layout != "plain":
         raise QuantizationError(f"{reader.folder}: is already quantised ({reader.layout}); give the unquantised model")
     for name in reader.linear_names:
         shape = reader.info(f"{name}.weight").shape
-        if shape[1] % BLOCK:
+        if shape[1] % form.block:
             raise QuantizationError(
-                f"{name}.weight: must be [out, in] with in a multiple of {BLOCK}, got {list(shape)}"
+                f"{name}.weight: must be [out, in] with in a multiple of {form.block} for {form.name}, "
+                f"got {list(shape)}"
             )
 
 
@@ -119,7 +129,7 @@ def _check_disk(out: Path, needed: int) -> None:
         )
 
 
-def _entries(reader: CheckpointReader, names: list[str]) -> _Entries:
+def _entries(reader: CheckpointReader, names: list[str], form: Format) -> _Entries:
     """What one source shard becomes: name → (dtype, shape), in writing order."""
     linears = set(reader.linear_names)
     entries: _Entries = {}
@@ -130,8 +140,9 @@ def _entries(reader: CheckpointReader, names: list[str]) -> _Entries:
             continue
         out, features = info.shape
         entries[f"{module}.weight_packed"] = (torch.uint8, (out, features // 2))
-        entries[f"{module}.weight_scale"] = (torch.float8_e4m3fn, (out, features // BLOCK))
-        entries[f"{module}.weight_global_scale"] = (torch.float32, (1,))
+        entries[f"{module}.weight_scale"] = (form.scale, (out, features // form.block))
+        if form is NVFP4:
+            entries[f"{module}.weight_global_scale"] = (torch.float32, (1,))
     return entries
 
 
@@ -139,6 +150,7 @@ def _write_shards(
     reader: CheckpointReader,
     folder: Path,
     plans: dict[Path, _Entries],
+    form: Format,
     search: Search,
     device: str,
     progress: Progress | None,
@@ -153,6 +165,8 @@ def _write_shards(
                 module = name.removesuffix(".weight")
                 if name in entries:
                     writer.write(name, read_bytes(info))
+                elif form is not NVFP4:
+                    _write_mxfp4(writer, module, reader.tensor(name).to(device))
                 else:
                     group = groups[module]
                     if group not in shared:
@@ -178,13 +192,22 @@ def _write_linear(writer: ShardWriter, module: str, weight: torch.Tensor, g: tor
     writer.write(f"{module}.weight_global_scale", (1.0 / quantised.global_scale).reshape(1).cpu())
 
 
-def _copy_files(reader: CheckpointReader, folder: Path) -> None:
+def _write_mxfp4(writer: ShardWriter, module: str, weight: torch.Tensor) -> None:
+    try:
+        quantised = mxfp4.quantize(weight)
+    except QuantizationError as error:
+        raise QuantizationError(f"{module}.{error}") from error
+    writer.write(f"{module}.weight_packed", quantised.packed.cpu())
+    writer.write(f"{module}.weight_scale", quantised.scale.cpu())
+
+
+def _copy_files(reader: CheckpointReader, folder: Path, form: Format) -> None:
     """Tokenizer, generation settings, chat template, licence; and config.json with the quantisation added."""
     for path in sorted(reader.folder.iterdir()):
         wanted = path.suffix in _COPIED_SUFFIXES or path.name.startswith(("LICENSE", "NOTICE"))
         if path.is_file() and wanted and path.name not in _NOT_COPIED:
             shutil.copyfile(path, folder / path.name)
-    _write_json(folder / "config.json", {**reader.config, "quantization_config": quantization_config()})
+    _write_json(folder / "config.json", {**reader.config, "quantization_config": quantization_config(form)})
 
 
 def _write_index(folder: Path, plans: dict[Path, _Entries]) -> None:

@@ -13,7 +13,7 @@ class LearnerOptions:
 
     Attributes:
         state_dir: Folder of the store, the versions and the lock.
-        base_model: Folder of the NVFP4 checkpoint that policy servers serve, too.
+        base_model: Folder of the checkpoint, NVFP4, MXFP4 or bf16, that policy servers serve, too.
         store_url: SQLAlchemy URL; None means SQLite in `state_dir`.
         dtype: Number format of the trainer; policy servers must use the same.
         device: Device of the trainer, "cpu" or "cuda".

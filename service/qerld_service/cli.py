@@ -54,7 +54,7 @@ COMMANDS = {
     "quantize": Command(
         "qerld_service.quantize",
         "learner",
-        "write an NVFP4 copy of a model that vLLM serves and the learner trains on",
+        "write a 4-bit copy of a model that vLLM serves and the learner trains on",
         ("torch", "safetensors", "rich"),
     ),
     "quickstart": Command(

@@ -16,7 +16,7 @@ from qerld_kernels.lora import MAX_PIECES, MAX_RANK, add_lora
 from qerld_kernels.low_rank import counters_for
 from qerld_kernels.matmul import lora_matmul
 
-from qerld_service.nvfp4_scheme import TiledNvfp4
+from qerld_service.fp4_scheme import TiledNvfp4
 
 __all__ = ["SlotLora", "fits", "register_gpu_lora"]
 

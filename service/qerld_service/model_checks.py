@@ -38,8 +38,9 @@ def check_weights(model: CheckpointReader) -> Check:
     total = sum(path.stat().st_size for path in model.shards)
     found = f"{len(model.shards)} file(s), {total / 1e9:.2f} GB"
     if model.layout == "plain":
-        return Check("weights", "warn", f"not quantised, {found}", "`qerld quantize MODEL OUT` makes an NVFP4 copy")
-    return Check("weights", "ok", f"NVFP4 ({model.layout}), {found}")
+        return Check("weights", "warn", f"not quantised, {found}", "`qerld quantize MODEL OUT` makes a 4-bit copy")
+    assert model.format is not None
+    return Check("weights", "ok", f"{model.format.name} ({model.layout}), {found}")
 
 
 def check_chat_template(folder: Path) -> Check:

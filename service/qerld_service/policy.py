@@ -169,7 +169,7 @@ def check_model(folder: Path) -> None:
     if torch.cuda.is_available() or model.layout == "plain":
         return
     if model.layout == "modelopt" or model.quantizes_activations:
-        kind = "ModelOpt's layout" if model.layout == "modelopt" else "NVFP4 with quantised activations"
+        kind = "ModelOpt's layout" if model.layout == "modelopt" else "4-bit weights with quantised activations"
         raise CheckpointError(
             f"{folder}: {kind} is served on a GPU only, and there is none; "
             "give the unquantised model to `qerld quantize`"

@@ -1,4 +1,4 @@
-"""`qerld quantize MODEL OUT`: write an NVFP4 copy of a model, with a progress bar."""
+"""`qerld quantize MODEL OUT`: write a 4-bit copy of a model, with a progress bar."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import get_args
 
 import torch
 from qerld_kernels.errors import CheckpointError, QuantizationError
+from qerld_kernels.formats import FORMATS, Format
 from qerld_kernels.nvfp4 import Search
 from qerld_kernels.quantizer import quantize_checkpoint
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -20,16 +21,22 @@ USAGE_ERROR = 2
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="qerld quantize",
-        description="Write an NVFP4 copy of a model (compressed-tensors nvfp4-pack-quantized, weights only), shard by "
-        "shard: memory is bounded by the largest layer. OUT appears complete or not at all.",
+        description="Write a 4-bit copy of a model (compressed-tensors nvfp4-pack-quantized or mxfp4-pack-quantized, "
+        "weights only), shard by shard: memory is bounded by the largest layer. OUT appears complete or not at all.",
     )
     parser.add_argument("model", type=Path, help="Hugging Face folder with bf16, fp16 or fp32 safetensors")
     parser.add_argument("out", type=Path, help="new or empty folder")
     parser.add_argument(
+        "--format",
+        choices=list(FORMATS),
+        default="nvfp4",
+        help="nvfp4 (default): blocks of 16, scales e4m3; mxfp4: blocks of 32, powers of two: coarser, a baseline",
+    )
+    parser.add_argument(
         "--search",
         choices=get_args(Search),
         default="absmax",
-        help="block scales by absolute maximum (default) or by least mean square error (slower, no better)",
+        help="NVFP4's block scales by absolute maximum (default) or by least mean square error (slower, no better)",
     )
     parser.add_argument(
         "--device",
@@ -44,15 +51,19 @@ def main(argv: Sequence[str]) -> int:
     elif device == "cuda" and not torch.cuda.is_available():
         sys.stderr.write("qerld quantize: --device cuda: torch finds no GPU here; use cpu or auto\n")
         return USAGE_ERROR
+    form = FORMATS[arguments.format]
+    if form is not FORMATS["nvfp4"] and arguments.search != "absmax":
+        sys.stderr.write("qerld quantize: --search mse: is of nvfp4; leave it out with mxfp4\n")
+        return USAGE_ERROR
     try:
-        quantize_with_bar(arguments.model, arguments.out, arguments.search, device)
+        quantize_with_bar(arguments.model, arguments.out, form, arguments.search, device)
     except (CheckpointError, QuantizationError, OSError) as error:
         sys.stderr.write(f"qerld quantize: {error}\n")
         return 1 if isinstance(error, OSError) else USAGE_ERROR
     return 0
 
 
-def quantize_with_bar(model: Path, out: Path, search: Search, device: str) -> None:
+def quantize_with_bar(model: Path, out: Path, form: Format, search: Search, device: str) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns) as bar:
         task = bar.add_task("reading", total=None)
@@ -60,5 +71,5 @@ def quantize_with_bar(model: Path, out: Path, search: Search, device: str) -> No
         def show(done: int, total: int, name: str) -> None:
             bar.update(task, completed=done, total=total, description=name)
 
-        quantize_checkpoint(model, out, search=search, device=device, progress=show)
+        quantize_checkpoint(model, out, form=form, search=search, device=device, progress=show)
         bar.update(task, description=f"wrote {out}")

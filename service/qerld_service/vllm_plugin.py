@@ -38,7 +38,7 @@ _ON_CPU = {
 TRACED = (
     "qerld_service.norms",
     "qerld_service.logits",
-    "qerld_service.nvfp4_scheme",
+    "qerld_service.fp4_scheme",
     "qerld_service.gpu_lora",
     "qerld_kernels.rmsnorm",
     "qerld_kernels.matmul",
@@ -99,7 +99,7 @@ def register() -> None:
 
         register_fp32_logits()
         if os.environ.get(NVFP4_KERNEL) == "qerld":
-            from qerld_service.nvfp4_scheme import register_tiled_nvfp4
+            from qerld_service.fp4_scheme import register_tiled_nvfp4
 
             register_tiled_nvfp4()
         if os.environ.get(LORA_KERNEL) == "qerld":
@@ -108,9 +108,9 @@ def register() -> None:
             register_gpu_lora()
     if current_platform.is_cpu():
         from qerld_service.cpu_lora import register_cpu_lora
-        from qerld_service.nvfp4_scheme import register_nvfp4
+        from qerld_service.fp4_scheme import register_fp4
 
-        register_nvfp4()
+        register_fp4()
         register_cpu_lora()
 
 

@@ -149,7 +149,7 @@ HEADERS = {
     "packed dtype": r"q_proj.weight_packed must be uint8 \[64, 32\], got float32 \[64, 32\]",
     "global dtype": r"q_proj.weight_global_scale must be float32 \[1\], got bfloat16 \[1\]",
     "global missing": "q_proj.weight_global_scale is missing",
-    "half a group": "q_proj is not NVFP4 but its fused group",
+    "half a group": "q_proj is not 4-bit but its fused group",
 }
 VALUES = {
     "nan": "q_proj.weight_scale holds NaN in 1 of 256 block scales",

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig
-from qerld_kernels import safetensors_io
+from qerld_kernels import mxfp4, safetensors_io
 from qerld_kernels.checkpoint import CheckpointError, CheckpointReader
 from qerld_kernels.errors import QuantizationError
+from qerld_kernels.formats import MXFP4
 from qerld_kernels.nvfp4 import dequantize, global_scale_for, quantize
 from qerld_kernels.quantizer import quantize_checkpoint
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_llama import LAYERS, MakeModel
 
 
@@ -121,7 +122,7 @@ def test_inputs_that_are_no_multiple_of_a_block_are_refused(
 ) -> None:
     for name in [name for name in tensors if ".mlp." in name]:
         tensors[name] = torch.zeros((64, 40) if "down" in name else (40, 64))
-    with pytest.raises(QuantizationError, match=r"mlp.down_proj.weight: .* multiple of 16, got \[64, 40\]"):
+    with pytest.raises(QuantizationError, match=r"mlp.down_proj.weight: .* multiple of 16 for NVFP4, got \[64, 40\]"):
         quantize_checkpoint(make_model(config={**llama_config, "intermediate_size": 40}), tmp_path / "out")
     assert only_the_model_is_left(tmp_path)
 
@@ -224,3 +225,40 @@ def test_a_gpu_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.Capture
 
     assert main([str(tmp_path), str(tmp_path / "out"), "--device", "cuda"]) == 2
     assert "no GPU here; use cpu or auto" in capsys.readouterr().err
+
+
+def test_mxfp4_is_written_and_read(make_model: MakeModel, tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    quantize_checkpoint(make_model(shards=2), tmp_path / "out", form=MXFP4)
+    reader = CheckpointReader(tmp_path / "out")
+    assert (reader.layout, reader.format) == ("compressed-tensors", MXFP4)
+    reader.check_scales()
+    for name in reader.linear_names:
+        read, expected = reader.linear(name), mxfp4.quantize(tensors[f"{name}.weight"])
+        assert read.format is MXFP4
+        assert torch.equal(read.packed, expected.packed)
+        assert torch.equal(read.scale, expected.scale)
+    assert not any(name.endswith("global_scale") for name in reader.names)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    scheme = QuantizationConfig.model_validate(config).config_groups["group_0"]
+    assert (scheme.weights.num_bits, scheme.weights.group_size) == (4, 32)
+
+
+def test_mxfp4_scales_that_are_nan_are_refused(make_model: MakeModel, tmp_path: Path) -> None:
+    quantize_checkpoint(make_model(), tmp_path / "out", form=MXFP4)
+    file = tmp_path / "out" / "model.safetensors"
+    stored = load_file(file)
+    stored["model.layers.0.mlp.up_proj.weight_scale"][0, 0] = 255
+    save_file(stored, file)
+    with pytest.raises(CheckpointError, match=r"mlp.up_proj.weight_scale holds NaN in 1 of"):
+        CheckpointReader(tmp_path / "out").check_scales()
+
+
+def test_a_folder_of_two_formats_is_refused(make_model: MakeModel, tmp_path: Path) -> None:
+    quantize_checkpoint(make_model(), tmp_path / "out", form=MXFP4)
+    path = tmp_path / "out" / "config.json"
+    config = json.loads(path.read_text())
+    groups = config["quantization_config"]["config_groups"]
+    groups["group_1"] = {"weights": {"num_bits": 4, "type": "float", "group_size": 16}}
+    path.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="mixes NVFP4 and MXFP4"):
+        CheckpointReader(tmp_path / "out")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from qerld_kernels.dequantize import MXFP4, NVFP4, Format, dequantize_reference, dequantize_unscaled
+from qerld_kernels.dequantize import dequantize_reference, dequantize_unscaled
+from qerld_kernels.formats import MXFP4, NVFP4, Format
 from qerld_kernels.nvfp4 import E2M1_VALUES
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from qerld_kernels.nvfp4 import quantize
+from qerld_service.fp4_scheme import TiledNvfp4
 from qerld_service.gpu_lora import SlotLora, fits, register_gpu_lora
-from qerld_service.nvfp4_scheme import TiledNvfp4
 
 pytest.importorskip("vllm")
 

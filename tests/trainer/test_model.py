@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import pytest
 import torch
+from qerld_kernels import mxfp4, nvfp4
 from qerld_kernels.checkpoint import CheckpointReader
 from qerld_kernels.linear_logprob import Head, pair_logprobs
 from qerld_kernels.noise import Noise, scaled_noise
@@ -15,7 +16,7 @@ from qerld_kernels.nvfp4 import dequantize, quantize
 from qerld_learner.trainer import lora
 from qerld_learner.trainer.messages import LoraShape, NoiseSpec, TrainerConfig
 from qerld_learner.trainer.model import BaseModel
-from qerld_learner.trainer.nvfp4_linear import Nvfp4Linear, Scratch, scaled_product
+from qerld_learner.trainer.packed_linear import PackedLinear, Scratch, scaled_product
 from qerld_learner.trainer.packing import TokenSequence, build_tree
 from qerld_learner.trainer.step import load_weights, token_logprobs
 from torch import Tensor, nn
@@ -48,15 +49,17 @@ def some_sequences() -> list[TokenSequence]:
 
 
 @pytest.mark.parametrize("cache", [False, True])
-@pytest.mark.parametrize(("rows", "columns"), [(48, 32), (5, 16), (64, 176)])
-def test_nvfp4_linear_equals_the_dequantised_layer(rows: int, columns: int, cache: bool) -> None:
+@pytest.mark.parametrize(
+    ("form", "rows", "columns"), [(nvfp4, 48, 32), (nvfp4, 5, 16), (nvfp4, 64, 176), (mxfp4, 5, 96)]
+)
+def test_packed_linear_equals_the_dequantised_layer(form: Any, rows: int, columns: int, cache: bool) -> None:
     torch.manual_seed(rows)
-    weight, bias = quantize(torch.randn(rows, columns)), torch.randn(rows)
+    weight, bias = form.quantize(torch.randn(rows, columns)), torch.randn(rows)
     scratch = Scratch(torch.float32, torch.device("cpu"))
-    layer = Nvfp4Linear(weight, bias, scratch, cache=cache)
-    other = Nvfp4Linear(quantize(torch.randn(256, 256)), None, scratch)
+    layer = PackedLinear(weight, bias, scratch, cache=cache)
+    other = PackedLinear(quantize(torch.randn(256, 256)), None, scratch)
     reference = nn.Linear(columns, rows)
-    reference.weight.data, reference.bias.data = dequantize(weight), bias
+    reference.weight.data, reference.bias.data = form.dequantize(weight), bias
     x, again = (
         torch.randn(3, 7, columns, generator=torch.Generator().manual_seed(1), requires_grad=True) for _ in "12"
     )

@@ -17,7 +17,7 @@ from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import Tensor, nn
 
 from .messages import LoraShape
-from .nvfp4_linear import Nvfp4Linear
+from .packed_linear import PackedLinear
 
 ADAPTER = "default"
 
@@ -31,7 +31,7 @@ class RoundedLora(PeftLinear):  # type: ignore[misc]
 
     bypassed = False
 
-    def _get_in_out_features(self, module: Nvfp4Linear | nn.Linear) -> tuple[int, int]:
+    def _get_in_out_features(self, module: PackedLinear | nn.Linear) -> tuple[int, int]:
         return module.in_features, module.out_features  # PEFT's own warns about a class it does not know
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -61,7 +61,7 @@ def attach(model: nn.Module, shape: LoraShape) -> dict[str, nn.Parameter]:
     config = LoraConfig(
         r=shape.rank, lora_alpha=shape.alpha, target_modules=list(shape.target_modules), lora_dropout=0.0
     )
-    config._register_custom_module({Nvfp4Linear: RoundedLora, nn.Linear: RoundedLora})
+    config._register_custom_module({PackedLinear: RoundedLora, nn.Linear: RoundedLora})
     inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     masters = {}
     for name, parameter in model.named_parameters():
@@ -126,7 +126,7 @@ def check_weights(masters: dict[str, nn.Parameter], weights: dict[str, Tensor]) 
 def _check(model: nn.Module, shape: LoraShape) -> None:
     if shape.rank < 1 or not shape.alpha > 0:
         raise LoraError(f"lora.rank must be ≥ 1 and lora.alpha > 0, got {shape.rank} and {shape.alpha}")
-    layers = [name for name, m in model.named_modules() if isinstance(m, Nvfp4Linear | nn.Linear)]
+    layers = [name for name, m in model.named_modules() if isinstance(m, PackedLinear | nn.Linear)]
     known = {name.rpartition(".")[2] for name in layers} - {"lm_head"}  # the head's log-probabilities assume it frozen
     if not shape.target_modules:
         raise LoraError(f"lora.target_modules is empty; choose from {sorted(known)}")

@@ -1,4 +1,4 @@
-"""The base: a Hugging Face architecture whose linear layers hold NVFP4 bytes, and its forward over prefix trees."""
+"""The base: a Hugging Face architecture whose linear layers may hold 4-bit weights; its forward over prefix trees."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from .messages import NoiseSpec, TrainerConfig
-from .nvfp4_linear import Nvfp4Linear, Scratch
+from .packed_linear import PackedLinear, Scratch
 from .packing import PrefixTree, tree_mask
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -115,12 +115,12 @@ class BaseModel:
         return torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
     def _fill(self, reader: CheckpointReader, config: TrainerConfig) -> None:
-        """Replace NVFP4 layers and read every other parameter, one tensor at a time."""
+        """Replace 4-bit layers and read every other parameter, one tensor at a time."""
         scratch = Scratch(self.dtype, self.device)
         for name in filter(reader.is_quantized, reader.linear_names):
             parent, _, leaf = name.rpartition(".")
             bias = reader.tensor(f"{name}.bias") if f"{name}.bias" in reader.names else None
-            layer = Nvfp4Linear(reader.linear(name), bias, scratch, cache=config.cache_dequantized)
+            layer = PackedLinear(reader.linear(name), bias, scratch, cache=config.cache_dequantized)
             setattr(self.causal.get_submodule(parent), leaf, layer)
         for name, parameter in list(self.causal.named_parameters()):  # tied ones are listed once
             if parameter.is_meta:

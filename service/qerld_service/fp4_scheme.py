@@ -1,8 +1,9 @@
-"""NVFP4 weights in vLLM: compressed-tensors' W4A16 scheme, dequantised at load on the CPU, by our kernels on a GPU.
+"""4-bit weights in vLLM: compressed-tensors' weights-only schemes, dequantised at load on the CPU; on a GPU, NVFP4 by
+our kernels.
 
-Stock vLLM has no FP4 kernel for the CPU and refuses such checkpoints there; on a GPU it always takes Marlin, so that
-another kernel needs another scheme. Weights are those the trainer sees: w = e2m1 · scale · g, after the same rules for
-fused groups (`qerld_kernels`).
+Stock vLLM has no FP4 kernel for the CPU and refuses such checkpoints there; on a GPU it takes Marlin for weights alone,
+so that another kernel needs another scheme. MXFP4 is served by Marlin there. Weights are those the trainer sees, after
+the same rules for fused groups (`qerld_kernels`).
 """
 
 from __future__ import annotations
@@ -13,22 +14,27 @@ from functools import cache
 from typing import Any
 
 import torch
+from qerld_kernels import mxfp4, nvfp4
+from qerld_kernels.formats import MXFP4, NVFP4, Format
 from qerld_kernels.fused_product import can_fuse
 from qerld_kernels.matmul import matmul, remember_scale
-from qerld_kernels.nvfp4 import BLOCK, Nvfp4Tensor, dequantize, flush_scales
+from qerld_kernels.mxfp4 import Mxfp4Tensor
+from qerld_kernels.nvfp4 import Nvfp4Tensor, flush_scales
 from qerld_kernels.tiles import tile
 from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsScheme
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.parameter import GroupQuantScaleParameter, ModelWeightParameter, PerTensorScaleParameter
 
-__all__ = ["DequantisedNvfp4", "TiledNvfp4", "register_nvfp4", "register_tiled_nvfp4"]
+__all__ = ["DequantisedMxfp4", "DequantisedNvfp4", "TiledNvfp4", "register_fp4", "register_tiled_nvfp4"]
 
 logger = logging.getLogger(__name__)
 
 
-class _Nvfp4(CompressedTensorsScheme):  # type: ignore[misc]
-    """Loads packed NVFP4 tensors."""
+class _Fp4(CompressedTensorsScheme):  # type: ignore[misc]
+    """Loads packed 4-bit tensors."""
+
+    format: Format
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -44,19 +50,24 @@ class _Nvfp4(CompressedTensorsScheme):  # type: ignore[misc]
         weight_loader: Callable[..., Any],
         **_: Any,
     ) -> None:
-        """Register weight_packed [out, in / 2], weight_scale [out, in / 16] and one global scale a fused part."""
+        """Register weight_packed [out, in / 2], weight_scale [out, in / block]; NVFP4: a global scale a fused part."""
         rows, columns = sum(output_partition_sizes), input_size_per_partition
         layer.logical_widths = output_partition_sizes  # type: ignore[assignment]
         layer.params_dtype = params_dtype  # type: ignore[assignment]
         packed = torch.empty(rows, columns // 2, dtype=torch.uint8)
-        scale = torch.empty(rows, columns // BLOCK, dtype=torch.float8_e4m3fn)
-        divisors = torch.empty(len(output_partition_sizes), dtype=torch.float32)
+        scale = torch.empty(rows, columns // self.format.block, dtype=self.format.scale)
         layout = {"input_dim": 1, "output_dim": 0, "weight_loader": weight_loader}
         layer.register_parameter("weight_packed", ModelWeightParameter(data=packed, **layout))
         layer.register_parameter("weight_scale", GroupQuantScaleParameter(data=scale, **layout))
-        layer.register_parameter(
-            "weight_global_scale", PerTensorScaleParameter(data=divisors, weight_loader=weight_loader)
-        )
+        if self.format is NVFP4:
+            divisors = torch.empty(len(output_partition_sizes), dtype=torch.float32)
+            layer.register_parameter(
+                "weight_global_scale", PerTensorScaleParameter(data=divisors, weight_loader=weight_loader)
+            )
+
+
+class _Nvfp4(_Fp4):
+    format = NVFP4
 
     @staticmethod
     def take(layer: Any) -> Nvfp4Tensor:
@@ -69,8 +80,23 @@ class _Nvfp4(CompressedTensorsScheme):  # type: ignore[misc]
         return tensor
 
 
-class DequantisedNvfp4(_Nvfp4):
-    """On the CPU: keeps the dequantised weight in the model's dtype, packed for oneDNN."""
+class _OnCpu:
+    """Mixin: keeps the dequantised weight in the model's dtype, packed for oneDNN."""
+
+    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [tokens, in] → [tokens, out]."""
+        result: torch.Tensor = layer.cpu_linear(x, layer.weight, bias)  # type: ignore[operator]
+        return result
+
+    @staticmethod
+    def keep(layer: Any, weight: torch.Tensor) -> None:
+        """As vLLM treats its own unquantised layers: in oneDNN's blocked layout, 1.5 times as fast for 8 tokens."""
+        layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+        dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+
+
+class DequantisedNvfp4(_OnCpu, _Nvfp4):
+    """NVFP4 on the CPU."""
 
     def __init__(self, use_a16: bool = False) -> None:
         if not use_a16:
@@ -78,15 +104,19 @@ class DequantisedNvfp4(_Nvfp4):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Replace the packed tensors by the weight."""
-        weight = dequantize(self.take(layer), layer.params_dtype)
-        layer.weight = torch.nn.Parameter(weight, requires_grad=False)
-        # As vLLM treats its own unquantised layers: oneDNN's blocked layout, 1.5 times as fast for a batch of 8 tokens.
-        dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+        self.keep(layer, nvfp4.dequantize(self.take(layer), layer.params_dtype))
 
-    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x [tokens, in] → [tokens, out]."""
-        result: torch.Tensor = layer.cpu_linear(x, layer.weight, bias)  # type: ignore[operator]
-        return result
+
+class DequantisedMxfp4(_OnCpu, _Fp4):
+    """MXFP4 on the CPU."""
+
+    format = MXFP4
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Replace the packed tensors by the weight."""
+        tensor = Mxfp4Tensor(layer.weight_packed.data, layer.weight_scale.data)
+        del layer.weight_packed, layer.weight_scale
+        self.keep(layer, mxfp4.dequantize(tensor, layer.params_dtype))
 
 
 class TiledNvfp4(_Nvfp4):
@@ -133,6 +163,7 @@ def register_tiled_nvfp4() -> None:
     compressed_tensors.CompressedTensorsW4A4Fp4 = scheme
 
 
-def register_nvfp4() -> None:
-    """Dequantise at load wherever compressed-tensors would pick vLLM's NVFP4 scheme, in this process."""
+def register_fp4() -> None:
+    """Dequantise at load wherever compressed-tensors would pick vLLM's 4-bit float schemes, in this process."""
     compressed_tensors.CompressedTensorsW4A4Fp4 = DequantisedNvfp4
+    compressed_tensors.CompressedTensorsW4A4Mxfp4 = DequantisedMxfp4

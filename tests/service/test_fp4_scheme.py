@@ -23,7 +23,7 @@ def loaded_layer(parts: list[Nvfp4Tensor]) -> torch.nn.Module:
 
 
 def test_a_fused_layer_multiplies_by_the_weights_that_the_trainer_sees(caplog: pytest.LogCaptureFixture) -> None:
-    from qerld_service.nvfp4_scheme import TiledNvfp4, _say_where_it_is_slow
+    from qerld_service.fp4_scheme import TiledNvfp4, _say_where_it_is_slow
 
     _say_where_it_is_slow.cache_clear()
 

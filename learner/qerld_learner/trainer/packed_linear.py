@@ -1,4 +1,4 @@
-"""A frozen linear layer that holds NVFP4 bytes: y = (x·W̃ᵀ)·g + b with W̃ = e2m1·e4m3, which is exact in bf16.
+"""A frozen linear layer that holds 4-bit weights: y = (x·W̃ᵀ)·g + b with W̃ = e2m1 · block scale, exact in bf16.
 
 W̃ lives only while a product needs it, in one scratch shared by all layers; the backward dequantises again. The scale
 multiplies the product in fp32, before its one rounding to the activations' dtype, which is what Marlin computes.
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from qerld_kernels.dequantize import dequantize_unscaled
-from qerld_kernels.nvfp4 import Nvfp4Tensor
+from qerld_kernels.formats import PackedWeight
 from torch import Tensor, nn
 
 
@@ -28,29 +28,32 @@ class Scratch:
         return self._buffer[: rows * columns].view(rows, columns)
 
 
-class Nvfp4Linear(nn.Module):
+class PackedLinear(nn.Module):
     """Frozen; x [..., in] in the scratch's dtype → [..., out]. `cache` keeps W̃ in that dtype."""
 
     qweight: Tensor  # the packed bytes; PEFT looks for the layer's device under this name
     scale: Tensor
     product_scale: float
 
-    def __init__(self, weight: Nvfp4Tensor, bias: Tensor | None, scratch: Scratch, *, cache: bool = False) -> None:
+    def __init__(self, weight: PackedWeight, bias: Tensor | None, scratch: Scratch, *, cache: bool = False) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.packed.shape[0], weight.packed.shape[1] * 2
         self.register_buffer("qweight", weight.packed.to(scratch.device))
         self.register_buffer("scale", weight.scale.to(scratch.device))
         self.product_scale = float(weight.global_scale)
+        self.format = weight.format
         self.bias = None if bias is None else nn.Parameter(bias.to(scratch.device, scratch.dtype), requires_grad=False)
         self._scratch = scratch
-        self._cached = dequantize_unscaled(self.qweight, self.scale, dtype=scratch.dtype) if cache else None
+        self._cached = None
+        if cache:
+            self._cached = dequantize_unscaled(self.qweight, self.scale, format=self.format, dtype=scratch.dtype)
 
     def unscaled_weight(self) -> Tensor:
         """Return W̃ [out, in]; without a cache it is valid until another layer asks for its own."""
         if self._cached is not None:
             return self._cached
         out = self._scratch.view(self.out_features, self.in_features)
-        return dequantize_unscaled(self.qweight, self.scale, dtype=out.dtype, out=out)
+        return dequantize_unscaled(self.qweight, self.scale, format=self.format, dtype=out.dtype, out=out)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (x·W̃ᵀ)·g + bias; the gradient flows to x alone."""
@@ -60,7 +63,7 @@ class Nvfp4Linear(nn.Module):
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: Nvfp4Linear) -> Tensor:
+    def forward(ctx: Any, x: Tensor, layer: PackedLinear) -> Tensor:
         ctx.layer = layer
         return scaled_product(x, layer.unscaled_weight().T, layer.product_scale)
 

@@ -1,0 +1,56 @@
+"""The loop on a base of each format beside NVFP4, of which the other tests are: served by vLLM, trained, live again."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from qerld_kernels.formats import MXFP4
+from qerld_kernels.quantizer import quantize_checkpoint
+from qerld_learner.api.server import running_server
+from qerld_learner.core import Learner
+from qerld_learner.metrics import LearnerMetrics
+from qerld_learner.records import RunState
+from qerld_learner.settings import LearnerSettings
+from qerld_service.engine import EngineConfig, PolicyEngine
+
+from .conftest import new_run, options_for
+from .looping import Loop, train
+
+pytestmark = pytest.mark.engine
+
+
+def base_of(name: str, plain: Path, folder: Path) -> Path:
+    if name == "bf16":
+        return plain
+    quantize_checkpoint(plain, folder / name, form=MXFP4)
+    return folder / name
+
+
+@pytest.fixture(params=["bf16", "mxfp4"])
+async def loop(request: pytest.FixtureRequest, tiny_model: tuple[Path, Path], tmp_path: Path) -> AsyncIterator[Loop]:
+    base, metrics = base_of(request.param, tiny_model[0], tmp_path), LearnerMetrics()
+    engine = await PolicyEngine.start(
+        EngineConfig(model=base, dtype="float32", max_loras=6, max_lora_rank=8, max_model_len=256)
+    )
+    learner = await Learner.open(options_for(tmp_path / "state", base, admission_timeout=60.0), metrics)
+    settings = LearnerSettings(model=base, port=0, metrics_port=0)
+    async with running_server(learner, settings, metrics) as port:
+        yield Loop(learner, port, base, engine, tmp_path, metrics)
+    await learner.close()
+    await engine.stop()
+
+
+async def test_the_loop_learns_on_the_base(loop: Loop) -> None:
+    learner = loop.learner
+    noise = {"noise_schedule": "exponential", "sigma_start": 0.05, "sigma_end": 0.01, "noise_stages": 3}
+    run = await new_run(learner, **noise, schedule_steps=8, max_steps=8, learning_rate=1e-2)
+    async with loop.policy():
+        reports = await train(learner, run, 8)
+    assert all(report.metrics["logprob_gap"] < 1e-3 for report in reports), "server and trainer have the same weights"
+    assert all(report.metrics["behaviour_gap"] < 1e-3 for report in reports)
+    rewards = [report.metrics["reward_mean"] for report in reports]
+    assert sum(rewards[4:]) > sum(rewards[:4])
+    record = await learner.get_run(run)
+    assert (record.state, record.live_version) == (RunState.COMPLETED, 8)
