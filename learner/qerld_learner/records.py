@@ -122,6 +122,7 @@ class RunConfig:
 
     lora_rank: int = 16
     lora_alpha: float = 32.0
+    lora_rslora: bool = False
     target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     preset: str = "none"
     advantage: str = "group_norm"
@@ -146,7 +147,11 @@ class RunConfig:
     mask_high: float = 5.0
     epochs: int = 1
     mini_batches: int = 1
+    optimizer: str = "adamw"
     learning_rate: float = 1e-5
+    lr_schedule: str = "constant"
+    warmup_steps: int = 0
+    final_learning_rate: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.999
     weight_decay: float = 0.0

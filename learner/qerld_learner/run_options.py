@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from .errors import Violation
 from .options import LearnerOptions
 from .records import NoiseRecord, RunConfig
-from .trainer import algorithm, aqn
+from .trainer import algorithm, aqn, learning_rate
 from .trainer.messages import AlgorithmConfig, AqnConfig, LoraShape, OptimizerConfig, TrainerConfig
 
 _LEAVE = algorithm.LEAVE
@@ -19,8 +19,9 @@ DEFAULT_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
 TEMPERATURES = (0.01, 2.0)
 # Beside norm weights of about 1, fp32 swallows a smaller σ; a larger one is nothing but noise.
 SIGMAS = (1e-6, 10.0)
-# As `qerld_kernels.noise.DTYPES`, which imports torch; a test holds them together.
+# As `qerld_kernels.noise.DTYPES` and `trainer.optimizers.OPTIMIZERS`, which import torch; a test holds them together.
 NOISE_DTYPES = ("float32", "bfloat16")
+OPTIMIZERS = ("adamw", "adamw_8bit")
 MAX_MODULES = 64
 MAX_MODULE_NAME = 128
 
@@ -31,10 +32,15 @@ def trainer_config(config: RunConfig, options: LearnerOptions) -> TrainerConfig:
         base=str(options.base_model),
         dtype=options.dtype,
         device=options.device,
-        lora=LoraShape(config.lora_rank, config.lora_alpha, config.target_modules, config.seed),
+        lora=LoraShape(config.lora_rank, config.lora_alpha, config.target_modules, config.seed, config.lora_rslora),
         algorithm=algorithm_config(config),
         optimizer=OptimizerConfig(
+            kind=config.optimizer,
             lr=config.learning_rate,
+            schedule=config.lr_schedule,
+            warmup_steps=config.warmup_steps,
+            schedule_steps=config.schedule_steps,
+            final_lr=config.final_learning_rate,
             beta1=config.beta1,
             beta2=config.beta2,
             weight_decay=config.weight_decay,
@@ -88,6 +94,7 @@ def _problems(config: RunConfig) -> Iterator[tuple[str, str]]:
     if config.max_sampling_rounds and not config.drop_zero_variance:
         text = f"must be 0 with drop_zero_variance = false, got {config.max_sampling_rounds}"
         yield "max_sampling_rounds", f"{text}; nothing is dropped, so that each batch takes one round"
+    yield from _names(config)
     yield from _noise(config)
     yield from _schedule(config)
 
@@ -131,6 +138,8 @@ def _numbers(config: RunConfig) -> Iterator[tuple[str, str]]:
         ("optimizer.beta1", config.beta1, 0, 1 - 1e-9),
         ("optimizer.beta2", config.beta2, 0, 1 - 1e-9),
         ("optimizer.learning_rate", config.learning_rate, 0, 1),
+        ("optimizer.warmup_steps", config.warmup_steps, 0, 1 << 31),
+        ("optimizer.final_learning_rate", config.final_learning_rate, 0, config.learning_rate),
         ("optimizer.weight_decay", config.weight_decay, 0, 1e3),
         ("optimizer.max_grad_norm", config.max_grad_norm, 0, 1e6),
         ("canary_tolerance", canary_tolerance(config, "float32"), 0, 1e3),
@@ -141,13 +150,18 @@ def _numbers(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "reward_deadline", f"must be finite and > 0, got {config.reward_deadline}; {_LEAVE}"
 
 
-def _noise(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _names(config: RunConfig) -> Iterator[tuple[str, str]]:
     for field, name, known in (
+        ("optimizer.kind", config.optimizer, OPTIMIZERS),
+        ("optimizer.schedule", config.lr_schedule, learning_rate.SCHEDULES),
         ("noise.schedule", config.noise_schedule, aqn.SCHEDULES),
         ("noise.dtype", config.noise_dtype, NOISE_DTYPES),
     ):
         if name not in known:
             yield field, f"must be one of {', '.join(known)}, got {name!r}; this version has no other"
+
+
+def _noise(config: RunConfig) -> Iterator[tuple[str, str]]:
     low, high = SIGMAS
     noisy = config.noise_schedule != "none"
     least = low if noisy else 0.0
@@ -162,6 +176,17 @@ def _noise(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _schedule(config: RunConfig) -> Iterator[tuple[str, str]]:
-    if config.noise_schedule != "none" and config.schedule_steps == 0:
-        text = f"must be at least 1 with noise.schedule {config.noise_schedule}, got 0"
-        yield "schedule_steps", f"{text}; set it, or max_steps, to the planned number of steps"
+    falling = config.lr_schedule != "constant"
+    for field, name, scheduled in (
+        ("noise.schedule", config.noise_schedule, config.noise_schedule != "none"),
+        ("optimizer.schedule", config.lr_schedule, falling),
+    ):
+        if scheduled and config.schedule_steps == 0:
+            text = f"must be at least 1 with {field} {name}, got 0"
+            yield "schedule_steps", f"{text}; set it, or max_steps, to the planned number of steps"
+    if falling and 0 < config.schedule_steps <= config.warmup_steps:
+        text = f"must be below schedule_steps = {config.schedule_steps}, got {config.warmup_steps}"
+        yield (
+            "optimizer.warmup_steps",
+            f"{text}; the schedule comes after the warm-up: lower it",
+        )

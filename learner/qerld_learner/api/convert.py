@@ -199,10 +199,19 @@ def policy_version(record: records.VersionRecord) -> policy_pb2.PolicyVersion:
 def run_config(config: records.RunConfig) -> run_pb2.RunConfig:
     """Return the configuration with every field set, defaults included."""
     message = run_pb2.RunConfig(
-        lora=run_pb2.LoraConfig(rank=config.lora_rank, alpha=config.lora_alpha, target_modules=config.target_modules),
+        lora=run_pb2.LoraConfig(
+            rank=config.lora_rank,
+            alpha=config.lora_alpha,
+            target_modules=config.target_modules,
+            rslora=config.lora_rslora,
+        ),
         algorithm=_algorithm(config),
         optimizer=run_pb2.Optimizer(
+            kind=to_enum(run_pb2.OptimizerKind, "OPTIMIZER_KIND", config.optimizer),
             learning_rate=config.learning_rate,
+            schedule=to_enum(run_pb2.LearningRateSchedule, "LEARNING_RATE_SCHEDULE", config.lr_schedule),
+            warmup_steps=config.warmup_steps,
+            final_learning_rate=config.final_learning_rate,
             beta1=config.beta1,
             beta2=config.beta2,
             weight_decay=config.weight_decay,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -37,11 +38,12 @@ def run_config(checks: Checks, message: run_pb2.RunConfig) -> RunConfig:
     rank = message.lora.rank or base.lora_rank
     config = RunConfig(
         lora_rank=rank,
-        lora_alpha=message.lora.alpha or 2.0 * rank,
+        lora_alpha=message.lora.alpha or 2.0 * (math.sqrt(rank) if message.lora.rslora else rank),
+        lora_rslora=message.lora.rslora,
         target_modules=tuple(message.lora.target_modules) or base.target_modules,
         preset=preset,
         **_algorithm(checks, message, base),
-        **_optimizer(message.optimizer, base),
+        **_optimizer(checks, message.optimizer, base),
         **_noise(checks, message.noise, base),
         group_size=message.group_size or base.group_size,
         groups_per_step=message.groups_per_step or base.groups_per_step,
@@ -108,8 +110,21 @@ def _given(message: Any, field: str, default: Any) -> Any:
     return getattr(message, field) or default
 
 
-def _optimizer(optimizer: run_pb2.Optimizer, base: RunConfig) -> dict[str, Any]:
+def _optimizer(checks: Checks, optimizer: run_pb2.Optimizer, base: RunConfig) -> dict[str, Any]:
     return {
+        "optimizer": _name(
+            checks, run_pb2.OptimizerKind, "OPTIMIZER_KIND", optimizer.kind, base.optimizer, "config.optimizer.kind"
+        ),
+        "lr_schedule": _name(
+            checks,
+            run_pb2.LearningRateSchedule,
+            "LEARNING_RATE_SCHEDULE",
+            optimizer.schedule,
+            base.lr_schedule,
+            "config.optimizer.schedule",
+        ),
+        "warmup_steps": optimizer.warmup_steps,
+        "final_learning_rate": optimizer.final_learning_rate,
         "learning_rate": optimizer.learning_rate or base.learning_rate,
         "beta1": _or(optimizer, "beta1", base.beta1),
         "beta2": _or(optimizer, "beta2", base.beta2),

@@ -20,12 +20,16 @@ INDEX_FILE = "state.json"
 
 
 class LoraShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Shape and first draw of the adapter; `target_modules` are last name parts such as `q_proj`."""
+    """Shape and first draw of the adapter; `target_modules` are last name parts such as `q_proj`.
+
+    Its output counts alpha / rank times; with `rslora` alpha / √rank (arXiv 2312.03732).
+    """
 
     rank: int = 16
     alpha: float = 32.0
     target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     seed: int = 0
+    rslora: bool = False
 
 
 class AlgorithmConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -66,9 +70,18 @@ class AlgorithmConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OptimizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """AdamW with a constant learning rate; `max_grad_norm` 0 switches clipping off."""
+    """The optimiser and its learning rate by step; `max_grad_norm` 0 switches clipping off.
 
+    `kind`: a key of `optimizers.OPTIMIZERS`; `schedule`: of `learning_rate.SCHEDULES`, over `schedule_steps`, from `lr`
+    towards `final_lr`.
+    """
+
+    kind: str = "adamw"
     lr: float = 1e-5
+    schedule: str = "constant"
+    warmup_steps: int = 0
+    schedule_steps: int = 0
+    final_lr: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8

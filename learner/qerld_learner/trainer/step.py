@@ -1,4 +1,4 @@
-"""One training step: groups → packed micro-batches → gradients → AdamW → new state and what happened to each rollout.
+"""One training step: groups → packed micro-batches → gradients → optimiser → new state, and a result a rollout.
 
 A step makes one update, or several (`epochs` × `mini_batches`). What all of them refer to is computed before the first:
 the base's log-probabilities for a KL term, advantages, and π_old's log-probabilities where there are several updates,
@@ -21,15 +21,16 @@ from torch import Tensor
 from . import objectives, tally
 from .batch import Batch, Update, advantages_of, kl_penalties, make_batch, plan_updates
 from .checkpoint import AdapterState
+from .learning_rate import lr_at
 from .lora import bypassed
 from .messages import AlgorithmConfig, Group, OptimizerConfig, RolloutResult, TrainerConfig
 from .model import BaseModel
 from .objectives import TokenBatch
+from .optimizers import OPTIMIZERS, Masters
 from .packing import PrefixTree, TokenSequence, pack
 from .tally import Tally
 
 Report = Callable[[str, int, int], None]
-Masters = dict[str, torch.nn.Parameter]
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,8 @@ def train_step(
     Where nothing has a gradient (no advantage, no KL in the loss, no entropy bonus) only metrics are computed, the
     optimiser is skipped and the weights stay the parent's. So too when the gradient is not finite (`nonfinite_grad`).
     """
+    optimizer = msgspec.structs.replace(config.optimizer, lr=lr_at(config.optimizer, step))
+    config = msgspec.structs.replace(config, optimizer=optimizer)
     load_weights(masters, state.weights)
     work = begin(model, config, groups, report)
     with work.clock("pack"):
@@ -269,35 +272,10 @@ def _take_update(
     unscale(masters, scale)
     norm = _clip(masters, config.max_grad_norm)
     if math.isfinite(norm):
-        state = _update(masters, state, config)
+        state = OPTIMIZERS[config.kind](masters, state, config)
     for master in masters.values():
         master.grad = None
     return norm, state
-
-
-def _update(masters: Masters, state: AdapterState, config: OptimizerConfig) -> AdapterState:
-    """Take one AdamW step from the state's moments and return the new state."""
-    optimizer = torch.optim.AdamW(
-        list(masters.values()),
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-    )
-    for name, master in masters.items():
-        optimizer.state[master] = {
-            "step": torch.tensor(float(state.updates)),
-            "exp_avg": state.first_moments[name].clone(),
-            "exp_avg_sq": state.second_moments[name].clone(),
-        }
-    optimizer.step()
-    return AdapterState(
-        weights={name: master.detach().clone() for name, master in masters.items()},
-        first_moments={name: optimizer.state[master]["exp_avg"] for name, master in masters.items()},
-        second_moments={name: optimizer.state[master]["exp_avg_sq"] for name, master in masters.items()},
-        updates=state.updates + 1,
-        step=state.step,
-    )
 
 
 def _gradient_metrics(norms: list[float], config: OptimizerConfig) -> dict[str, float]:

@@ -356,6 +356,58 @@ MISMATCH_CORRECTION_GEOMETRIC_MASK: MismatchCorrection.ValueType  # 6
 """1, or 0 for a rollout whose geometric mean of w is outside mask_low to mask_high."""
 Global___MismatchCorrection: _TypeAlias = MismatchCorrection  # noqa: Y015
 
+class _OptimizerKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _OptimizerKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OptimizerKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    OPTIMIZER_KIND_UNSPECIFIED: _OptimizerKind.ValueType  # 0
+    """Default: OPTIMIZER_KIND_ADAMW."""
+    OPTIMIZER_KIND_ADAMW: _OptimizerKind.ValueType  # 1
+    """AdamW (arXiv 1711.05101) with moments in float32."""
+    OPTIMIZER_KIND_ADAMW_8BIT: _OptimizerKind.ValueType  # 2
+    """AdamW with moments in 8 bits (arXiv 2110.02861), by bitsandbytes; on a GPU only."""
+
+class OptimizerKind(_OptimizerKind, metaclass=_OptimizerKindEnumTypeWrapper):
+    """OptimizerKind is how a gradient becomes an update."""
+
+OPTIMIZER_KIND_UNSPECIFIED: OptimizerKind.ValueType  # 0
+"""Default: OPTIMIZER_KIND_ADAMW."""
+OPTIMIZER_KIND_ADAMW: OptimizerKind.ValueType  # 1
+"""AdamW (arXiv 1711.05101) with moments in float32."""
+OPTIMIZER_KIND_ADAMW_8BIT: OptimizerKind.ValueType  # 2
+"""AdamW with moments in 8 bits (arXiv 2110.02861), by bitsandbytes; on a GPU only."""
+Global___OptimizerKind: _TypeAlias = OptimizerKind  # noqa: Y015
+
+class _LearningRateSchedule:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _LearningRateScheduleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LearningRateSchedule.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    LEARNING_RATE_SCHEDULE_UNSPECIFIED: _LearningRateSchedule.ValueType  # 0
+    """Default: LEARNING_RATE_SCHEDULE_CONSTANT."""
+    LEARNING_RATE_SCHEDULE_CONSTANT: _LearningRateSchedule.ValueType  # 1
+    """Constant."""
+    LEARNING_RATE_SCHEDULE_LINEAR: _LearningRateSchedule.ValueType  # 2
+    """A straight line to final_learning_rate, reached one step after schedule_steps."""
+    LEARNING_RATE_SCHEDULE_COSINE: _LearningRateSchedule.ValueType  # 3
+    """Half a cosine to the same."""
+
+class LearningRateSchedule(_LearningRateSchedule, metaclass=_LearningRateScheduleEnumTypeWrapper):
+    """LearningRateSchedule is how the learning rate goes over the learner's steps after the warm-up."""
+
+LEARNING_RATE_SCHEDULE_UNSPECIFIED: LearningRateSchedule.ValueType  # 0
+"""Default: LEARNING_RATE_SCHEDULE_CONSTANT."""
+LEARNING_RATE_SCHEDULE_CONSTANT: LearningRateSchedule.ValueType  # 1
+"""Constant."""
+LEARNING_RATE_SCHEDULE_LINEAR: LearningRateSchedule.ValueType  # 2
+"""A straight line to final_learning_rate, reached one step after schedule_steps."""
+LEARNING_RATE_SCHEDULE_COSINE: LearningRateSchedule.ValueType  # 3
+"""Half a cosine to the same."""
+Global___LearningRateSchedule: _TypeAlias = LearningRateSchedule  # noqa: Y015
+
 class _NoiseSchedule:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -437,10 +489,13 @@ class LoraConfig(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     ALPHA_FIELD_NUMBER: _builtins.int
     TARGET_MODULES_FIELD_NUMBER: _builtins.int
+    RSLORA_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     """Rank; 0 means 16."""
     alpha: _builtins.float
-    """Scale numerator (scale = alpha / rank), from 1e-3 to 1e5; 0 means 2 * rank."""
+    """Scale numerator, from 1e-3 to 1e5; 0 means that the scale is 2."""
+    rslora: _builtins.bool
+    """Whether the scale is alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732) instead of alpha / rank."""
     @_builtins.property
     def target_modules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Linear layers, by the last part of their name; empty means q, k, v, o, gate, up and down."""
@@ -451,10 +506,11 @@ class LoraConfig(_message.Message):
         rank: _builtins.int = ...,
         alpha: _builtins.float = ...,
         target_modules: _abc.Iterable[_builtins.str] | None = ...,
+        rslora: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "rank", b"rank", "target_modules", b"target_modules"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "rank", b"rank", "rslora", b"rslora", "target_modules", b"target_modules"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -618,8 +674,12 @@ class Optimizer(_message.Message):
     BETA2_FIELD_NUMBER: _builtins.int
     WEIGHT_DECAY_FIELD_NUMBER: _builtins.int
     MAX_GRAD_NORM_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    SCHEDULE_FIELD_NUMBER: _builtins.int
+    WARMUP_STEPS_FIELD_NUMBER: _builtins.int
+    FINAL_LEARNING_RATE_FIELD_NUMBER: _builtins.int
     learning_rate: _builtins.float
-    """Learning rate; 0 means 1e-5."""
+    """Learning rate after the warm-up; 0 means 1e-5."""
     beta1: _builtins.float
     """First-moment decay. Unset: 0.9."""
     beta2: _builtins.float
@@ -628,6 +688,14 @@ class Optimizer(_message.Message):
     """Decoupled weight decay."""
     max_grad_norm: _builtins.float
     """Largest gradient norm. Unset: 1. 0 means no clipping."""
+    kind: Global___OptimizerKind.ValueType
+    """Kind."""
+    schedule: Global___LearningRateSchedule.ValueType
+    """How the learning rate goes. All but CONSTANT need schedule_steps or max_steps."""
+    warmup_steps: _builtins.int
+    """Steps over which the learning rate rises from nearly 0, below schedule_steps."""
+    final_learning_rate: _builtins.float
+    """What the learning rate falls towards, at most learning_rate; the last value holds beyond schedule_steps."""
     def __init__(
         self,
         *,
@@ -636,10 +704,14 @@ class Optimizer(_message.Message):
         beta2: _builtins.float | None = ...,
         weight_decay: _builtins.float = ...,
         max_grad_norm: _builtins.float | None = ...,
+        kind: Global___OptimizerKind.ValueType = ...,
+        schedule: Global___LearningRateSchedule.ValueType = ...,
+        warmup_steps: _builtins.int = ...,
+        final_learning_rate: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_max_grad_norm", b"_max_grad_norm", "beta1", b"beta1", "beta2", b"beta2", "max_grad_norm", b"max_grad_norm"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_max_grad_norm", b"_max_grad_norm", "beta1", b"beta1", "beta2", b"beta2", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "weight_decay", b"weight_decay"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_max_grad_norm", b"_max_grad_norm", "beta1", b"beta1", "beta2", b"beta2", "final_learning_rate", b"final_learning_rate", "kind", b"kind", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "schedule", b"schedule", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__beta1: _TypeAlias = _typing.Literal["beta1"]  # noqa: Y015
     _WhichOneofArgType__beta1: _TypeAlias = _typing.Literal["_beta1", b"_beta1"]  # noqa: Y015
@@ -731,7 +803,9 @@ class RunConfig(_message.Message):
     max_lag: _builtins.int
     """Largest lag (learner version minus the version that made a token) of a group that trains. Unset: 2."""
     schedule_steps: _builtins.int
-    """Steps over which schedules run; 0 means max_steps. A noise schedule needs one of the two."""
+    """Steps over which schedules run; 0 means max_steps. Schedules of noise and learning rate need one of
+    the two.
+    """
     max_steps: _builtins.int
     """Training stops after this many steps; 0 means never."""
     seed: _builtins.int
