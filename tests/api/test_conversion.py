@@ -45,12 +45,17 @@ def test_run_config_survives_a_round_trip() -> None:
     config = records.RunConfig(
         lora_rank=4,
         lora_alpha=3.0,
+        lora_rslora=True,
         target_modules=("q_proj",),
         advantage="mean_only",
         aggregation="sequence_mean",
         clip_low=0.1,
         kl_coef=0.01,
         tis_cap=0.0,
+        optimizer="adamw_8bit",
+        lr_schedule="cosine",
+        warmup_steps=5,
+        final_learning_rate=1e-6,
         beta1=0.0,
         max_grad_norm=0.0,
         noise_schedule="exponential",
@@ -83,6 +88,8 @@ def test_every_schedule_and_old_policy_has_a_number(schedule: str, old_policy: s
 def test_alpha_and_schedule_follow_rank_and_max_steps() -> None:
     config = run_config(Checks(), run_pb2.RunConfig(lora=run_pb2.LoraConfig(rank=4), max_steps=40))
     assert (config.lora_alpha, config.schedule_steps) == (8.0, 40)
+    config = run_config(Checks(), run_pb2.RunConfig(lora=run_pb2.LoraConfig(rank=16, rslora=True)))
+    assert config.lora_alpha == 8.0
 
 
 def test_rollout_keeps_every_field() -> None:

@@ -12,6 +12,7 @@ from qerld_learner.run_options import NOISE_DTYPES, algorithm_config, check_run_
 from qerld_learner.trainer.messages import AlgorithmConfig
 
 NOISE = {"noise_schedule": "cosine", "sigma_start": 0.1, "sigma_end": 0.01, "schedule_steps": 100}
+COSINE = {"lr_schedule": "cosine", "schedule_steps": 9}
 BAD = [
     ({"clip_low": 0.3, "clip_high": 0.2}, "algorithm.clip_low", "at most clip_high = 0.2, got 0.3; raise clip_high"),
     ({"clip_low": -0.1}, "algorithm.clip_low", "[0, 1], got -0.1"),
@@ -47,13 +48,24 @@ BAD = [
     ({**NOISE, "noise_stages": 1}, "noise.stages", "at least 2 (the first has no noise), got 1"),
     ({"max_sampling_rounds": -1}, "max_sampling_rounds", "[0, 1048576], got -1"),
     ({"max_sampling_rounds": 3, "drop_zero_variance": False}, "max_sampling_rounds", "must be 0 with drop_zero_varian"),
+    ({"optimizer": "sgd"}, "optimizer.kind", "one of adamw, adamw_8bit, got 'sgd'"),
+    ({"lr_schedule": "step", "schedule_steps": 9}, "optimizer.schedule", "one of constant, linear, cosine, got 'step'"),
+    ({"lr_schedule": "linear"}, "schedule_steps", "at least 1 with optimizer.schedule linear, got 0; set it, or max"),
+    (
+        {**COSINE, "warmup_steps": 9},
+        "optimizer.warmup_steps",
+        "below schedule_steps = 9, got 9; the schedule comes",
+    ),
+    ({"warmup_steps": -1}, "optimizer.warmup_steps", "[0, 2147483648], got -1"),
+    ({**COSINE, "final_learning_rate": 1e-4}, "optimizer.final_learning_rate", "must be in [0, 1e-05], got 0.0001"),
     ({**NOISE, "schedule_steps": 0}, "schedule_steps", "at least 1 with noise.schedule cosine, got 0; set it, or max"),
 ]
 
 
 def test_the_defaults_are_accepted() -> None:
     assert check_run_config(RunConfig()) == []
-    assert check_run_config(RunConfig(**NOISE)) == []  # type: ignore[arg-type]
+    for changes in (NOISE, {**COSINE, "warmup_steps": 8}, {"warmup_steps": 10**6}):
+        assert check_run_config(RunConfig(**changes)) == []  # type: ignore[arg-type]
     assert check_run_config(RunConfig(group_size=1, advantage="batch_norm", drop_zero_variance=False)) == []
 
 

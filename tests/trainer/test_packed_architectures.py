@@ -1,7 +1,7 @@
 """Packed forward and plain forward are one on every family: log-probabilities, and the gradients of LoRA.
 
-The reference is transformers' own model with dequantised weights and PEFT's own LoRA layers, one sequence at a time, all
-logits, in fp32.
+The reference is transformers' own model with dequantised weights and PEFT's own LoRA layers, one sequence at a time
+with all logits, in fp32.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"tie_word_embeddings": True},
     "gemma": {},
-    "gemma2": {"sliding_window": 6, "query_pre_attn_scalar": 32},
+    "gemma2": {"sliding_window": 6, "query_pre_attn_scalar": 32, "attn_logit_softcapping": 5.0},
     "gemma3_text": {"sliding_window": 6, "query_pre_attn_scalar": 32, "layer_types": ["sliding_attention"] * 2},
 }
 SHAPES = {
@@ -130,9 +130,8 @@ def test_packed_is_plain(base: Path, name: str, budget: int) -> None:
         pairs = model.pair_logprobs(tree, 1.0)[0]
         for member, span in zip(tree.members, tree.spans, strict=True):
             torch.testing.assert_close(pairs[span], expected[member].detach(), rtol=1e-5, atol=1e-5)
-        torch.stack(
-            [(pairs[s] * factors[m]).sum() for m, s in zip(tree.members, tree.spans, strict=True)]
-        ).sum().backward()
+        terms = [(pairs[span] * factors[member]).sum() for member, span in zip(tree.members, tree.spans, strict=True)]
+        torch.stack(terms).sum().backward()
 
     assert max(float(parameter.grad.abs().max()) for parameter in named.values()) > 0.05
     for key, parameter in named.items():
