@@ -4,6 +4,7 @@
 | compressed-tensors, NVFP4  | `weight_packed` | `weight_scale` | `weight_global_scale`, a divisor |
 | compressed-tensors, MXFP4  | `weight_packed` | `weight_scale` |                                  |
 | NVIDIA ModelOpt, NVFP4     | `weight` uint8  | `weight_scale` | `weight_scale_2`, a multiplier   |
+| bitsandbytes, NF4          | `weight` uint8  | `nf4.py`       |                                  |
 
 `linear` gives the values that are *served*: for the members of a fused group vLLM takes the maximum of the stored
 numbers (so the smallest multiplier in one layout and the largest in the other), and Marlin flushes small block scales.
@@ -19,9 +20,10 @@ from typing import Any, Literal
 
 import torch
 
+from qerld_kernels import nf4
 from qerld_kernels.architectures import Architecture, architecture_of, layer_count
 from qerld_kernels.errors import CheckpointError
-from qerld_kernels.formats import FORMATS, MXFP4, NVFP4, Format, PackedWeight
+from qerld_kernels.formats import MXFP4, NF4, NVFP4, Format, PackedWeight
 from qerld_kernels.mxfp4 import Mxfp4Tensor
 from qerld_kernels.nvfp4 import Nvfp4Tensor, flush_scales
 from qerld_kernels.parameters import parameter_shapes
@@ -31,11 +33,12 @@ __all__ = ["CheckpointError", "CheckpointReader", "Layout", "read_json"]
 
 logger = logging.getLogger(__name__)
 
-Layout = Literal["plain", "compressed-tensors", "modelopt"]
+Layout = Literal["plain", "compressed-tensors", "modelopt", "bitsandbytes"]
 
 _SUFFIXES: dict[Layout, tuple[str, str, str]] = {
     "compressed-tensors": ("weight_packed", "weight_scale", "weight_global_scale"),
     "modelopt": ("weight", "weight_scale", "weight_scale_2"),
+    "bitsandbytes": ("weight", "weight.absmax", f"weight.{nf4.STATE}"),
 }
 _INDEX = "model.safetensors.index.json"
 _PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -47,7 +50,7 @@ class CheckpointReader:
 
     Raises:
         CheckpointError: no such folder, no or broken config.json, truncated safetensors, a tensor that is missing or of
-            another dtype or shape than config.json implies, a quantisation other than NVFP4 and MXFP4.
+            another dtype or shape than config.json implies, a quantisation other than NVFP4, MXFP4 and NF4.
         UnsupportedArchitectureError: a model family without a row in `architectures`.
     """
 
@@ -56,7 +59,7 @@ class CheckpointReader:
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: no such folder; give the path of a local Hugging Face model folder")
         self.config: dict[str, Any] = read_json(folder / "config.json")
-        shapes = _read_config(folder / "config.json", self.config)
+        self._shapes = _read_config(folder / "config.json", self.config)
         self.architecture: Architecture = architecture_of(self.config)
         self.layers: int = layer_count(self.config)
         self.layout, self.format = _layout(folder, self.config)
@@ -66,7 +69,7 @@ class CheckpointReader:
         """Block scales set to zero by Marlin's rule in the layers read so far."""
         self._groups = {name: group for group in self.architecture.groups(self.layers) for name in group}
         self._scales: tuple[tuple[str, ...], list[torch.Tensor], torch.Tensor] | None = None
-        for name, shape in shapes.items():
+        for name, shape in self._shapes.items():
             self._check_parameter(name, shape)
         for group in {self._groups[name]: None for name in self._groups}:
             self._check_group(group)
@@ -119,6 +122,8 @@ class CheckpointReader:
             raise CheckpointError(
                 f"{self.folder}: {name} is not stored in 4 bits; `qerld quantize` makes such a folder"
             )
+        if self.format is NF4:
+            return self._nf4(name)
         if self.format is MXFP4:
             return Mxfp4Tensor(self.tensor(f"{name}.weight_packed"), self._block_scales(name))
         group = self._groups.get(name, (name,))
@@ -129,11 +134,8 @@ class CheckpointReader:
         return Nvfp4Tensor(packed, scales[group.index(name)], global_scale)
 
     def linear_shape(self, name: str) -> tuple[int, int]:
-        """(out, in) of a linear layer, 4-bit or plain, from the headers alone; raises like `tensor`."""
-        if self.is_quantized(name):
-            out, pairs = self.info(f"{name}.{_SUFFIXES[self.layout][0]}").shape
-            return out, 2 * pairs
-        out, features = self.info(f"{name}.weight").shape
+        """(out, in) of a linear layer, 4-bit or plain."""
+        out, features = self._shapes[f"{name}.weight"]
         return out, features
 
     def check_scales(self) -> None:
@@ -143,9 +145,20 @@ class CheckpointReader:
             CheckpointError: one is NaN, negative or, of those a tensor, not finite and positive.
         """
         for name in filter(self.is_quantized, self.linear_names):
+            if self.format is NF4:
+                self._nf4(name)
+                continue
             self._block_scales(name)
             if self.format is NVFP4:
                 self._global_scale(name)
+
+    def _nf4(self, name: str) -> nf4.Nf4Tensor:
+        prefix = f"{name}.weight"
+        stored = {key[len(prefix) + 1 :]: self.tensor(key) for key in self.names if key.startswith(prefix)}
+        tensor = nf4.read(name, stored, *self.linear_shape(name))
+        if not (torch.isfinite(tensor.scale).all() and (tensor.scale >= 0).all()):
+            raise _wrong(self.info(f"{prefix}.absmax"), name, "weight.absmax", "holds NaN, infinite or negative scales")
+        return tensor
 
     def _read_scales(self, group: tuple[str, ...]) -> tuple[list[torch.Tensor], torch.Tensor]:
         stored = torch.stack([self._global_scale(member) for member in group])
@@ -202,6 +215,11 @@ class CheckpointReader:
             raise CheckpointError(
                 f"{self.folder}: {name} has {features} inputs, {form.name} needs a multiple of {form.block}"
             )
+        if form is NF4:
+            self._check_header(packed, (torch.uint8,), (out * features // 2, 1))
+            self._check_header(scale, (torch.uint8, torch.float32), (out * features // form.block,))
+            self.info(global_scale)
+            return
         self._check_header(packed, (torch.uint8,), (out, features // 2))
         self._check_header(scale, (form.scale,), (out, features // form.block))
         if form is NVFP4:
@@ -286,16 +304,21 @@ def _layout(folder: Path, config: Mapping[str, Any]) -> tuple[Layout, Format | N
         if algorithm not in ("NVFP4", "W4A16_NVFP4"):
             raise CheckpointError(f"{folder}: ModelOpt quant_algo must be NVFP4 or W4A16_NVFP4, got {algorithm}")
         return "modelopt", NVFP4
+    if method == "bitsandbytes":
+        found = {key: quantization.get(key) for key in ("load_in_4bit", "bnb_4bit_quant_type")}
+        if found != {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}:
+            raise CheckpointError(f"{folder}: bitsandbytes must be 4-bit nf4, got {found}; make it by `qerld quantize`")
+        return "bitsandbytes", NF4
     raise CheckpointError(
-        f"{folder}: quant_method {method!r} is not read; "
-        "known are compressed-tensors (nvfp4-pack-quantized, mxfp4-pack-quantized) and modelopt (NVFP4)"
+        f"{folder}: quant_method {method!r} is not read; known are compressed-tensors (nvfp4-pack-quantized, "
+        "mxfp4-pack-quantized), modelopt (NVFP4) and bitsandbytes (nf4)"
     )
 
 
 def _compressed_tensors(folder: Path, quantization: Mapping[str, Any]) -> Format:
     """The format of all groups, told by the length of their blocks."""
     place = folder / "config.json: quantization_config.config_groups"
-    by_block = {form.block: form for form in FORMATS.values()}
+    by_block = {form.block: form for form in (NVFP4, MXFP4)}
     forms = set()
     for name, group in _object(place, quantization.get("config_groups") or {}).items():
         weights = _object(place, _object(place, group).get("weights") or {})

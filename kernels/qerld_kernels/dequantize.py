@@ -1,4 +1,4 @@
-"""Packed 4-bit weights to bf16, fp16 or fp32, without the global scale: exact.
+"""Packed 4-bit weights to bf16, fp16 or fp32, without the global scale: exact, but for NF4, which bitsandbytes rounds.
 
     NVFP4: w̃ = e2m1 · e4m3 a block of 16       MXFP4: w̃ = e2m1 · 2^(e8m0 − 127) a block of 32
 
@@ -14,8 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qerld_kernels import nvfp4
-from qerld_kernels.formats import NVFP4, Format
+from qerld_kernels import nf4, nvfp4
+from qerld_kernels.formats import NF4, NVFP4, Format
 from qerld_kernels.jit import can_launch, jit, tl
 
 __all__ = ["dequantize_reference", "dequantize_unscaled"]
@@ -39,6 +39,8 @@ def dequantize_unscaled(
     if out is None:
         out = torch.empty(packed.shape[0], packed.shape[1] * 2, dtype=dtype, device=packed.device)
     _check(packed, scale, format, out)
+    if format is NF4:
+        return nf4.dequantize_into(packed, scale, out)
     if not can_launch(packed):
         if format is NVFP4:
             return nvfp4.dequantize_unscaled(packed, scale, out=out)

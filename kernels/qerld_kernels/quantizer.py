@@ -1,8 +1,8 @@
-"""Quantises a Hugging Face model folder to NVFP4 or MXFP4, tensor by tensor, into a folder that stock vLLM loads.
+"""Quantises a Hugging Face model folder to 4 bits, tensor by tensor, into a folder that stock vLLM loads.
 
-Written is compressed-tensors' `nvfp4-pack-quantized` or `mxfp4-pack-quantized`, weights only (W4A16). Linear layers of
-the decoder are quantised; embeddings, norms, biases and lm_head are copied. Memory is bounded by the largest linear
-layer, not by a shard.
+Written is compressed-tensors' `nvfp4-pack-quantized` or `mxfp4-pack-quantized`, weights only (W4A16), or bitsandbytes'
+nf4. Linear layers of the decoder are quantised; embeddings, norms, biases and lm_head are copied. Memory is bounded by
+the largest linear layer, not by a shard.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from qerld_kernels import mxfp4
+from qerld_kernels import mxfp4, nf4
 from qerld_kernels.checkpoint import CheckpointReader
 from qerld_kernels.errors import QuantizationError
 from qerld_kernels.folders import appearing_folder
-from qerld_kernels.formats import NVFP4, Format
+from qerld_kernels.formats import MXFP4, NF4, NVFP4, Format
 from qerld_kernels.model_folder import open_model
 from qerld_kernels.nvfp4 import Search, global_scale_for
 from qerld_kernels.quantize import quantize
@@ -37,7 +37,18 @@ _Entries = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 def quantization_config(form: Format = NVFP4) -> dict[str, Any]:
-    """The `quantization_config` of config.json: compressed-tensors 4-bit weights, activations untouched."""
+    """The `quantization_config` of config.json: 4-bit weights, activations untouched."""
+    if form is NF4:
+        return {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "load_in_8bit": False,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": True,
+            "bnb_4bit_compute_dtype": "bfloat16",
+            "bnb_4bit_quant_storage": "uint8",
+            "llm_int8_skip_modules": ["lm_head"],
+        }
     weights = {
         "num_bits": 4,
         "type": "float",
@@ -139,6 +150,10 @@ def _entries(reader: CheckpointReader, names: list[str], form: Format) -> _Entri
             entries[name] = (info.dtype, info.shape)
             continue
         out, features = info.shape
+        if form is NF4:
+            stored = nf4.stored_shapes(out, features)
+            entries |= {f"{name}.{part}".rstrip("."): entry for part, entry in stored.items()}
+            continue
         entries[f"{module}.weight_packed"] = (torch.uint8, (out, features // 2))
         entries[f"{module}.weight_scale"] = (form.scale, (out, features // form.block))
         if form is NVFP4:
@@ -163,10 +178,10 @@ def _write_shards(
         with ShardWriter(folder / path.name, entries) as writer:
             for name, info in reader.shards[path].items():
                 module = name.removesuffix(".weight")
-                if name in entries:
+                if module == name or module not in groups:
                     writer.write(name, read_bytes(info))
                 elif form is not NVFP4:
-                    _write_mxfp4(writer, module, reader.tensor(name).to(device))
+                    _write_ungrouped(writer, module, reader.tensor(name).to(device), form)
                 else:
                     group = groups[module]
                     if group not in shared:
@@ -192,13 +207,18 @@ def _write_linear(writer: ShardWriter, module: str, weight: torch.Tensor, g: tor
     writer.write(f"{module}.weight_global_scale", (1.0 / quantised.global_scale).reshape(1).cpu())
 
 
-def _write_mxfp4(writer: ShardWriter, module: str, weight: torch.Tensor) -> None:
+def _write_ungrouped(writer: ShardWriter, module: str, weight: torch.Tensor, form: Format) -> None:
+    """In a format without a scale that fused layers share."""
     try:
-        quantised = mxfp4.quantize(weight)
+        if form is MXFP4:
+            made = mxfp4.quantize(weight)
+            stored = {f"{module}.weight_packed": made.packed, f"{module}.weight_scale": made.scale}
+        else:
+            stored = {f"{module}.weight.{part}".rstrip("."): value for part, value in nf4.quantize(weight).items()}
     except QuantizationError as error:
         raise QuantizationError(f"{module}.{error}") from error
-    writer.write(f"{module}.weight_packed", quantised.packed.cpu())
-    writer.write(f"{module}.weight_scale", quantised.scale.cpu())
+    for name, value in stored.items():
+        writer.write(name, value.cpu())
 
 
 def _copy_files(reader: CheckpointReader, folder: Path, form: Format) -> None:

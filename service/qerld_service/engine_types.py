@@ -28,7 +28,7 @@ class RequestError(ValueError):
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How to start the engine. `model`: a local folder, NVFP4 or MXFP4 (compressed-tensors), or plain."""
+    """How to start the engine. `model`: a local folder, in 4 bits or plain (docs/formats.md)."""
 
     model: Path
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

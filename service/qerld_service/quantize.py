@@ -21,8 +21,9 @@ USAGE_ERROR = 2
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="qerld quantize",
-        description="Write a 4-bit copy of a model (compressed-tensors nvfp4-pack-quantized or mxfp4-pack-quantized, "
-        "weights only), shard by shard: memory is bounded by the largest layer. OUT appears complete or not at all.",
+        description="Write a 4-bit copy of a model, weights only (compressed-tensors nvfp4-pack-quantized or "
+        "mxfp4-pack-quantized, or bitsandbytes nf4), shard by shard: memory is bounded by the largest layer. OUT "
+        "appears complete or not at all.",
     )
     parser.add_argument("model", type=Path, help="Hugging Face folder with bf16, fp16 or fp32 safetensors")
     parser.add_argument("out", type=Path, help="new or empty folder")
@@ -30,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
         "--format",
         choices=list(FORMATS),
         default="nvfp4",
-        help="nvfp4 (default): blocks of 16, scales e4m3; mxfp4: blocks of 32, powers of two: coarser, a baseline",
+        help="nvfp4 (default): blocks of 16, scales e4m3; mxfp4: of 32, powers of two; nf4: QLoRA's, of 64",
     )
     parser.add_argument(
         "--search",
@@ -53,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         return USAGE_ERROR
     form = FORMATS[arguments.format]
     if form is not FORMATS["nvfp4"] and arguments.search != "absmax":
-        sys.stderr.write("qerld quantize: --search mse: is of nvfp4; leave it out with mxfp4\n")
+        sys.stderr.write("qerld quantize: --search mse: is of nvfp4; leave it out with the others\n")
         return USAGE_ERROR
     try:
         quantize_with_bar(arguments.model, arguments.out, form, arguments.search, device)

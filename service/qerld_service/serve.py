@@ -49,7 +49,7 @@ class ServeSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="QERLD_SERVE_", extra="forbid", env_nested_delimiter="__")
 
-    model: Path = Field(description="Folder of the base model (Hugging Face layout, NVFP4, MXFP4 or bf16).")
+    model: Path = Field(description="Folder of the base model (Hugging Face layout, NVFP4, MXFP4, NF4 or bf16).")
     state_dir: Path = Field(
         Path("runs/serve"), description="Folder of the store, the policy versions and downloaded adapters."
     )

@@ -18,7 +18,7 @@ class PolicySettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="QERLD_POLICY_", extra="forbid")
 
-    model: Path = Field(description="Folder of the base model (Hugging Face layout, NVFP4, MXFP4 or bf16).")
+    model: Path = Field(description="Folder of the base model (Hugging Face layout, NVFP4, MXFP4, NF4 or bf16).")
     learner: str = Field("127.0.0.1:50051", description="host:port of the learner that this server attaches to.")
     host: str = Field("127.0.0.1", description="Address that the gRPC and the metrics port bind to.")
     port: int = Field(50052, ge=0, le=65535, description="Port of PolicyReplicaService; 0 takes a free one.")

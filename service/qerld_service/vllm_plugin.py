@@ -90,10 +90,12 @@ def register() -> None:
     from vllm.platforms import current_platform
 
     from qerld_service.lora_manager import register_lora_manager
+    from qerld_service.nf4_loader import register_nf4_loader
     from qerld_service.norms import register_norms
 
     register_norms()
     register_lora_manager()
+    register_nf4_loader()
     if current_platform.is_cuda():
         from qerld_service.logits import register_fp32_logits
 

@@ -42,6 +42,8 @@ def engine_arguments(config: EngineConfig, model: CheckpointReader, on_cpu: bool
     """vLLM's arguments for our settings, and for the kernels that `set_environment` has named."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
+    from qerld_service.nf4_loader import LOAD_FORMAT, stock_vllm_serves_nf4
+
     dtype = config.dtype if config.dtype != "auto" else ("float32" if on_cpu else "bfloat16")
     positions = model.config.get("max_position_embeddings")
     limit = config.max_model_len + 1 if config.max_model_len is not None else None
@@ -55,6 +57,9 @@ def engine_arguments(config: EngineConfig, model: CheckpointReader, on_cpu: bool
         "block_size": 32,
     }
     traced = traced_choices()
+    loading: dict[str, Any] = {}
+    if model.layout == "bitsandbytes" and not stock_vllm_serves_nf4(on_cpu):
+        loading = {"load_format": LOAD_FORMAT, "hf_overrides": {"quantization_config": None}}
     return AsyncEngineArgs(
         model=str(config.model),
         dtype=dtype,
@@ -75,6 +80,7 @@ def engine_arguments(config: EngineConfig, model: CheckpointReader, on_cpu: bool
         worker_extension_cls="qerld_service.worker.AdapterWorkerExtension",
         enable_prefix_caching=True,
         **(cpu_arguments if on_cpu else {}),
+        **loading,
         generation_config="vllm",  # the model's own sampling defaults would change the behaviour distribution
         logprobs_mode="processed_logprobs",  # the raw ones ignore temperature
         additional_config={"qerld": traced} if traced else {},  # part of the key of vLLM's cache of compiled code

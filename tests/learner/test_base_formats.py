@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from qerld_kernels.formats import MXFP4
+from qerld_kernels.formats import FORMATS
 from qerld_kernels.quantizer import quantize_checkpoint
 from qerld_learner.api.server import running_server
 from qerld_learner.core import Learner
@@ -24,11 +24,11 @@ pytestmark = pytest.mark.engine
 def base_of(name: str, plain: Path, folder: Path) -> Path:
     if name == "bf16":
         return plain
-    quantize_checkpoint(plain, folder / name, form=MXFP4)
+    quantize_checkpoint(plain, folder / name, form=FORMATS[name])
     return folder / name
 
 
-@pytest.fixture(params=["bf16", "mxfp4"])
+@pytest.fixture(params=["bf16", "mxfp4", "nf4"])
 async def loop(request: pytest.FixtureRequest, tiny_model: tuple[Path, Path], tmp_path: Path) -> AsyncIterator[Loop]:
     base, metrics = base_of(request.param, tiny_model[0], tmp_path), LearnerMetrics()
     engine = await PolicyEngine.start(

@@ -89,7 +89,7 @@ def check(config: OptimizerConfig, device: str) -> None:
     if not device.startswith("cuda"):
         raise OptimizerError(f"optimizer.kind adamw_8bit needs a GPU, the trainer's device is {device!r}; use adamw")
     if find_spec("bitsandbytes") is None:
-        raise OptimizerError("optimizer.kind adamw_8bit needs bitsandbytes: pip install bitsandbytes, or use adamw")
+        raise OptimizerError("optimizer.kind adamw_8bit needs bitsandbytes: pip install 'qerld[nf4]', or use adamw")
 
 
 def _options(config: OptimizerConfig) -> dict[str, Any]:
