@@ -163,7 +163,7 @@ def _names(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 def _noise(config: RunConfig) -> Iterator[tuple[str, str]]:
     low, high = SIGMAS
-    noisy = config.noise_schedule != "none"
+    noisy = config.noise_schedule in aqn.DECAYS
     least = low if noisy else 0.0
     for field, value in (("noise.sigma_start", config.sigma_start), ("noise.sigma_end", config.sigma_end)):
         if not least <= value <= high:
@@ -176,9 +176,9 @@ def _noise(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _schedule(config: RunConfig) -> Iterator[tuple[str, str]]:
-    falling = config.lr_schedule != "constant"
+    falling = config.lr_schedule in learning_rate.SCHEDULES and config.lr_schedule != "constant"
     for field, name, scheduled in (
-        ("noise.schedule", config.noise_schedule, config.noise_schedule != "none"),
+        ("noise.schedule", config.noise_schedule, config.noise_schedule in aqn.DECAYS),
         ("optimizer.schedule", config.lr_schedule, falling),
     ):
         if scheduled and config.schedule_steps == 0:

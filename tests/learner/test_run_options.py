@@ -49,7 +49,7 @@ BAD = [
     ({"max_sampling_rounds": -1}, "max_sampling_rounds", "[0, 1048576], got -1"),
     ({"max_sampling_rounds": 3, "drop_zero_variance": False}, "max_sampling_rounds", "must be 0 with drop_zero_varian"),
     ({"optimizer": "sgd"}, "optimizer.kind", "one of adamw, adamw_8bit, got 'sgd'"),
-    ({"lr_schedule": "step", "schedule_steps": 9}, "optimizer.schedule", "one of constant, linear, cosine, got 'step'"),
+    ({"lr_schedule": "step"}, "optimizer.schedule", "one of constant, linear, cosine, got 'step'"),
     ({"lr_schedule": "linear"}, "schedule_steps", "at least 1 with optimizer.schedule linear, got 0; set it, or max"),
     (
         {**COSINE, "warmup_steps": 9},
