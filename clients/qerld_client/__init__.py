@@ -9,7 +9,19 @@ The loop of a reward author:
             print(report.step, report.metrics["reward_mean"])
 """
 
-from qerld.v1.common_pb2 import Answer, FinishReason, Messages, Noise, Policy, Prompt, Rollout, Sampling, Span, TokenIds
+from qerld.v1.common_pb2 import (
+    Answer,
+    FinishReason,
+    Messages,
+    Noise,
+    NoiseDtype,
+    Policy,
+    Prompt,
+    Rollout,
+    Sampling,
+    Span,
+    TokenIds,
+)
 from qerld.v1.policy_pb2 import PolicyVersion, VersionState
 from qerld.v1.reward_pb2 import (
     Abstention,
@@ -31,6 +43,7 @@ from qerld.v1.run_pb2 import (
     ImportanceRatio,
     KlEstimator,
     KlPlacement,
+    LearningRateSchedule,
     LoraConfig,
     LossAggregation,
     LossClip,
@@ -38,6 +51,7 @@ from qerld.v1.run_pb2 import (
     NoiseSchedule,
     OldPolicy,
     Optimizer,
+    OptimizerKind,
     Overlong,
     Replica,
     Run,
@@ -86,17 +100,20 @@ __all__ = [
     "InvalidRequestError",
     "KlEstimator",
     "KlPlacement",
+    "LearningRateSchedule",
     "LoraConfig",
     "LossAggregation",
     "LossClip",
     "Messages",
     "MismatchCorrection",
     "Noise",
+    "NoiseDtype",
     "NoiseSchedule",
     "NotFoundError",
     "NotServedError",
     "OldPolicy",
     "Optimizer",
+    "OptimizerKind",
     "Outcome",
     "OutcomeAnswer",
     "OutcomeError",

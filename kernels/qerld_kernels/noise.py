@@ -1,6 +1,7 @@
 """Adaptive quantisation noise: what is added to a norm's weight, the same on every rank, replica and trainer.
 
 QeRL (arXiv 2510.11696): w' = w + Z, Z ~ N(0, σ²), one value a channel. Z depends on (seed, norm name) only.
+The sum is taken in fp32, or rounded as the paper's code does: in bf16 a weight near 1 swallows σ ≤ 1e-3 nearly whole.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-__all__ = ["Noise", "noise_vector", "scaled_noise"]
+__all__ = ["DTYPES", "Noise", "noise_vector", "scaled_noise"]
+
+DTYPES = ("float32", "bfloat16")
 
 _DOMAIN = b"qerld/aqn/1\0"
 _SEED_LIMIT = 2**64
@@ -23,15 +26,19 @@ class Noise:
     """The noise of one policy version.
 
     `sigma` is absolute, or in units of each norm's mean |w| when `relative`. `seed` is an unsigned 64-bit integer.
+    `dtype`: of the sum w + Z, one of `DTYPES`.
     """
 
     sigma: float
     seed: int
     relative: bool = False
+    dtype: str = "float32"
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.sigma) or self.sigma < 0:
             raise ValueError(f"sigma: must be finite and at least 0, got {self.sigma}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype: must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         _check_seed(self.seed)
 
 
@@ -61,14 +68,19 @@ def noise_vector(seed: int, name: str, size: int) -> torch.Tensor:
 def scaled_noise(noise: Noise, name: str, weight: torch.Tensor, *, unit_offset: bool = False) -> torch.Tensor:
     """The float32 [d] vector on the CPU to add to the norm `name` of weight [d]: σ·z, times mean |w| when relative.
 
-    With `unit_offset` the norm multiplies by 1 + w (Gemma), and the mean is that of |1 + w|.
+    With `unit_offset` the norm multiplies by 1 + w (Gemma), and the mean is that of |1 + w|. In bfloat16 it is what the
+    paper's code adds to a bf16 w: both Z and the sum w + Z rounded to bf16, so that w + the result is that sum exactly.
     """
     sigma = noise.sigma
     if noise.relative:
         # float64 on the CPU: server and trainer hold w in different dtypes and devices and must agree on the mean.
         effective = weight.detach().to("cpu", torch.float64) + (1.0 if unit_offset else 0.0)
         sigma *= effective.abs().mean().item()
-    return noise_vector(noise.seed, name, weight.numel()) * sigma
+    added = noise_vector(noise.seed, name, weight.numel()) * sigma
+    if noise.dtype == "float32":
+        return added
+    before = weight.detach().to("cpu", torch.bfloat16)
+    return (before + added.bfloat16()).float() - before.float()
 
 
 def _check_seed(seed: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -9,12 +10,12 @@ from itertools import zip_longest
 from sqlalchemy import Connection
 
 from .groups import Member, lag
-from .records import FinishReason, OutcomeKind, RolloutRecord
+from .records import FinishReason, NoiseRecord, OutcomeKind, RolloutRecord
 from .store.rewards import rewarded_members
 from .store.rollouts import group_rollouts
 from .store.runs import find_version
 from .store.steps import Batch
-from .trainer.messages import Group, Rollout
+from .trainer.messages import Group, NoiseSpec, Rollout
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,13 @@ def _rollout(record: RolloutRecord, said: Member) -> Rollout:
         trainable=trainable_mask(record),
         steps=_steps(record, said),
         truncated=record.finish_reason is FinishReason.LENGTH,
+        noises=[(span.end, noise_spec(span.noise)) for span in record.spans],
     )
+
+
+def noise_spec(record: NoiseRecord) -> NoiseSpec:
+    """Return a noise as the trainer's messages have it."""
+    return NoiseSpec(record.sigma, record.seed, record.relative, record.dtype)
 
 
 def _steps(record: RolloutRecord, said: Member) -> list[tuple[int, float]] | None:
@@ -86,12 +93,13 @@ def lags(data: BatchData) -> list[int]:
 
 
 def report_metrics(
-    data: BatchData, trained: Mapping[str, float], sigma: float, zero_variance: int, seconds: float
+    data: BatchData, trained: Mapping[str, float], sigma: float, groups_per_step: int, seconds: float
 ) -> dict[str, float]:
     """Return the metrics of `qerld.v1.RunReport`: the trainer's, and what only the learner knows.
 
-    `zero_variance` groups were dropped since the step before; `seconds` is how long the trainer took.
+    `seconds` is how long the trainer took.
     """
+    zero_variance = data.batch.zero_variance
     found = lags(data)
     rollouts = [record for group in data.groups for record in group]
     tokens = float(sum(record.trainable_tokens for record in rollouts))
@@ -110,6 +118,7 @@ def report_metrics(
         "lag_max": float(max(found)),
         "sigma": sigma,
         "groups_zero_variance": float(zero_variance),
+        "sampling_rounds": float(math.ceil((zero_variance + len(data.groups)) / groups_per_step)),
         "zero_variance_share": equal / (zero_variance + len(data.groups)),
         "tokens_per_second": tokens / seconds if seconds > 0 else 0.0,
     }

@@ -9,6 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from qerld_kernels.architectures import architecture_of
 from sqlalchemy import Connection
 
 from .errors import InvalidRequestError, RetryLaterError, Violation
@@ -48,6 +49,7 @@ class RunCreator:
             if await self._shared.store.read(lambda c: self._exists(c, name, request_id, body_hash)):
                 return await self._shared.store.read(lambda c: runs.find_run(c, name)), False
             self._check_rank(config.lora_rank)
+            self._check_base(config)
             await self._check_slots()
             made = await self._first_version(name, config, initial_adapter)
             return await self._store(name, request_id, body_hash, config, made), True
@@ -70,6 +72,20 @@ class RunCreator:
         if most is not None and rank > most:
             text = f"must be at most {most}, the smallest max_lora_rank of the policy servers, got {rank}; lower it"
             raise InvalidRequestError([Violation("config.lora.rank", text)])
+
+    def _check_base(self, config: RunConfig) -> None:
+        """Refuse what does not go with the base model and its device, before the trainer is asked."""
+        wrong = []
+        known = architecture_of(json.loads((self._model.folder / "config.json").read_text("utf-8"))).target_modules
+        if unknown := sorted(set(config.target_modules) - set(known)):
+            text = f"must be among {', '.join(known)} for this base model, got {', '.join(unknown)}"
+            wrong.append(Violation("config.lora.target_modules", f"{text}; leave it unset for all of them"))
+        device = self._shared.options.device
+        if config.optimizer == "adamw_8bit" and not device.startswith("cuda"):
+            text = f"must be adamw on device {device}, got adamw_8bit: it runs on a GPU only"
+            wrong.append(Violation("config.optimizer.kind", f"{text}; use OPTIMIZER_KIND_ADAMW"))
+        if wrong:
+            raise InvalidRequestError(wrong)
 
     async def _check_slots(self) -> None:
         slots = self._shared.pool.least_slots()

@@ -106,6 +106,19 @@ def lag(learner_version: int, made_by: int) -> int:
     return max(0, learner_version - made_by)
 
 
+def batch_is_due(config: RunConfig, ready: int, dropped: int) -> bool:
+    """Tell whether a step is to be taken: the batch is full, or its rounds are over and there is something in it.
+
+    `dropped`: groups of equal rewards since the batch before.
+    """
+    return ready >= config.groups_per_step or (ready > 0 and rounds_are_over(config, ready, dropped))
+
+
+def rounds_are_over(config: RunConfig, ready: int, dropped: int) -> bool:
+    """Tell whether `max_sampling_rounds` rounds of groups have brought no full batch."""
+    return 0 < config.max_sampling_rounds * config.groups_per_step <= ready + dropped
+
+
 def would_be_advantages(config: RunConfig, rewards: Mapping[str, float]) -> dict[str, float]:
     """Return the advantages of a group with these rewards by rollout id; empty with fewer than two.
 

@@ -17,7 +17,7 @@ from sqlalchemy import Connection
 
 from . import batches
 from .errors import RetryLaterError
-from .groups import closing_of
+from .groups import batch_is_due, closing_of, rounds_are_over
 from .promotion import NotRunningError, Promotion, UnansweredError
 from .records import RolloutRecord, RunRecord, RunState, StepReport, VersionRecord, VersionState
 from .run_options import noise_of, trainer_config
@@ -85,7 +85,7 @@ class RunLoop:
 
     async def _turn(self) -> bool:
         """Do the next thing; returns whether there was something to do."""
-        run, newest, batch, ready = await self._shared.store.read(self._look)
+        run, newest, batch, ready, dropped = await self._shared.store.read(self._look)
         if run.state is not RunState.RUNNING:
             self._waiting_since = None
             return False
@@ -97,18 +97,38 @@ class RunLoop:
                 self._waiting_since = time.time()
             return True
         # Each group that gets its rewards wakes this loop: only a look, beside the writer, until it is worth a write.
-        if batch is None and (ready >= run.config.groups_per_step or newest.version != self._cleared_at):
+        if batch is None and (batch_is_due(run.config, ready, dropped) or newest.version != self._cleared_at):
             batch = await self._next_batch(run)
             self._cleared_at = newest.version
         if batch is None:
-            return False
+            return await self._give_up(run) if rounds_are_over(run.config, ready, dropped) else False
         await self._train(run, batch)
         return True
 
-    def _look(self, connection: Connection) -> tuple[RunRecord, VersionRecord, Batch | None, int]:
+    async def _give_up(self, run: RunRecord) -> bool:
+        """Pause a run whose rounds of sampling brought no group with variance; ResumeRun begins new rounds."""
+        config = run.config
+
+        def mutation(connection: Connection) -> str:
+            dropped = steps.zero_variance(connection, self._run)
+            if steps.ready_groups(connection, self._run, 1) or not rounds_are_over(config, 0, dropped):
+                return ""
+            steps.begin_rounds(connection, self._run)
+            return (
+                f"{dropped} groups since the step before had equal rewards, which is max_sampling_rounds ="
+                f" {config.max_sampling_rounds} rounds of groups_per_step = {config.groups_per_step}: there is nothing"
+                " to learn from; change the prompts or the rewards, then call ResumeRun"
+            )
+
+        if reason := await self._shared.store.write(mutation):
+            await self._pause(reason)
+        return bool(reason)
+
+    def _look(self, connection: Connection) -> tuple[RunRecord, VersionRecord, Batch | None, int, int]:
         run, batch = runs.find_run(connection, self._run), steps.open_batch(connection, self._run)
         ready = len(steps.ready_groups(connection, self._run, run.config.groups_per_step))
-        return run, runs.newest_version(connection, self._run), batch, ready
+        dropped = steps.zero_variance(connection, self._run)
+        return run, runs.newest_version(connection, self._run), batch, ready, dropped
 
     async def _next_batch(self, run: RunRecord) -> Batch | None:
         def mutation(connection: Connection) -> tuple[Batch | None, Closed]:
@@ -136,8 +156,7 @@ class RunLoop:
             return
         seconds = time.monotonic() - begun
         noise = noise_of(run.config, batch.step, batch.version)
-        metrics = batches.report_metrics(data, result.metrics, noise.sigma, self._pulse.zero_variance, seconds)
-        self._pulse.zero_variance = 0
+        metrics = batches.report_metrics(data, result.metrics, noise.sigma, run.config.groups_per_step, seconds)
         phases = {**result.phase_seconds, "sample_wait": wait}
         now = time.time()
         report = StepReport(self._run, batch.step, batch.version, metrics, phases, now, run.state)

@@ -42,7 +42,8 @@ STEP_GAUGES: dict[str, str] = {
     "sigma": "Standard deviation of the noise of the newest version.",
     "lag_mean": "Mean lag of the trained spans: learner version minus the version that made them.",
     "lag_max": "Largest lag of the trained spans: learner version minus the version that made them.",
-    "zero_variance_share": "Share of ready groups whose rewards were all equal, since the step before.",
+    "sampling_rounds": "Rounds of groups_per_step groups that the last batch took, those of equal rewards included.",
+    "zero_variance_share": "Share of ready groups whose rewards were all equal, since the batch before.",
 }
 """Step metric (as in `qerld.v1.RunReport`) → help of the gauge `qerld_<name>`."""
 

@@ -88,6 +88,7 @@ class NoiseRecord:
     sigma: float = 0.0
     seed: int = 0
     relative: bool = False
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,7 @@ class RunConfig:
 
     lora_rank: int = 16
     lora_alpha: float = 32.0
+    lora_rslora: bool = False
     target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     preset: str = "none"
     advantage: str = "group_norm"
@@ -161,7 +163,11 @@ class RunConfig:
     mask_high: float = 5.0
     epochs: int = 1
     mini_batches: int = 1
+    optimizer: str = "adamw"
     learning_rate: float = 1e-5
+    lr_schedule: str = "constant"
+    warmup_steps: int = 0
+    final_learning_rate: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.999
     weight_decay: float = 0.0
@@ -171,16 +177,18 @@ class RunConfig:
     sigma_end: float = 0.0
     noise_stages: int = 10
     noise_relative: bool = False
+    noise_dtype: str = "float32"
     group_size: int = 8
     groups_per_step: int = 4
     temperature: float = 1.0
     max_tokens: int = 256
     max_lag: int = 2
-    schedule_steps: int = 1000
+    schedule_steps: int = 0
     max_steps: int = 0
     seed: int = 0
     reward_deadline: float = 600.0
     drop_zero_variance: bool = True
+    max_sampling_rounds: int = 0
     canary_tolerance: float | None = None
     evaluation: HeldOutConfig | None = None
 

@@ -150,14 +150,19 @@ def _sampling(sampling: SamplingSpec) -> common_pb2.Sampling:
     )
 
 
+def _noise(message: common_pb2.Noise) -> NoiseRecord:
+    number = message.dtype or common_pb2.NOISE_DTYPE_FLOAT32
+    dtype = common_pb2.NoiseDtype.Name(number).removeprefix("NOISE_DTYPE_").lower()
+    return NoiseRecord(message.sigma, message.seed, message.relative, dtype)
+
+
 def _new_tokens(message: replica_pb2.GenerateResponse) -> NewTokens:
-    noise = NoiseRecord(message.noise.sigma, message.noise.seed, message.noise.relative)
     return NewTokens(
         index=message.index,
         ids=tuple(message.tokens.ids),
         logprobs=tuple(message.logprobs),
         text=message.text,
-        noise=noise,
+        noise=_noise(message.noise),
         finish_reason=_FINISH_REASONS.get(message.finish_reason),
     )
 

@@ -8,11 +8,10 @@ from collections.abc import Iterator, Sequence
 from .errors import Violation
 from .options import LearnerOptions
 from .records import HeldOutConfig, NoiseRecord, RunConfig
-from .trainer import algorithm, aqn
+from .trainer import algorithm, aqn, learning_rate
 from .trainer.messages import AlgorithmConfig, AqnConfig, LoraShape, OptimizerConfig, TrainerConfig
 
 _LEAVE = algorithm.LEAVE
-_SCHEDULES = {"none": "reaches_end", "exponential": "reaches_end", "exponential_paper": "paper"}
 # bf16: both sides round their activations. Correct servers differed by 0.02 to 0.04 on average and by up to 0.21 on the
 # 20 tokens of two probes (SmolLM2, H200; tokens sampled under noise are improbable without it, and differ most).
 DEFAULT_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
@@ -20,6 +19,9 @@ DEFAULT_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
 TEMPERATURES = (0.01, 2.0)
 # Beside norm weights of about 1, fp32 swallows a smaller σ; a larger one is nothing but noise.
 SIGMAS = (1e-6, 10.0)
+# As `qerld_kernels.noise.DTYPES` and `trainer.optimizers.OPTIMIZERS`, which import torch; a test holds them together.
+NOISE_DTYPES = ("float32", "bfloat16")
+OPTIMIZERS = ("adamw", "adamw_8bit")
 MAX_MODULES = 64
 MAX_MODULE_NAME = 128
 
@@ -30,10 +32,15 @@ def trainer_config(config: RunConfig, options: LearnerOptions) -> TrainerConfig:
         base=str(options.base_model),
         dtype=options.dtype,
         device=options.device,
-        lora=LoraShape(config.lora_rank, config.lora_alpha, config.target_modules, config.seed),
+        lora=LoraShape(config.lora_rank, config.lora_alpha, config.target_modules, config.seed, config.lora_rslora),
         algorithm=algorithm_config(config),
         optimizer=OptimizerConfig(
+            kind=config.optimizer,
             lr=config.learning_rate,
+            schedule=config.lr_schedule,
+            warmup_steps=config.warmup_steps,
+            schedule_steps=config.schedule_steps,
+            final_lr=config.final_learning_rate,
             beta1=config.beta1,
             beta2=config.beta2,
             weight_decay=config.weight_decay,
@@ -56,12 +63,10 @@ def algorithm_config(config: RunConfig) -> AlgorithmConfig:
 def noise_config(config: RunConfig) -> AqnConfig:
     """Return the noise schedule of a run."""
     return AqnConfig(
-        schedule="none" if config.noise_schedule == "none" else "exponential",
+        schedule=config.noise_schedule,
         sigma_start=config.sigma_start,
         sigma_end=config.sigma_end,
         stages=config.noise_stages,
-        reading="paper" if _SCHEDULES[config.noise_schedule] == "paper" else "reaches_end",
-        relative=config.noise_relative,
         schedule_steps=config.schedule_steps,
     )
 
@@ -69,7 +74,7 @@ def noise_config(config: RunConfig) -> AqnConfig:
 def noise_of(config: RunConfig, step: int, version: int) -> NoiseRecord:
     """Return the noise that the version made at a learner step is served with."""
     sigma = aqn.sigma_at(noise_config(config), step)
-    return NoiseRecord(sigma, aqn.noise_seed(config.seed, version), config.noise_relative)
+    return NoiseRecord(sigma, aqn.noise_seed(config.seed, version), config.noise_relative, config.noise_dtype)
 
 
 def canary_tolerance(config: RunConfig, dtype: str) -> float:
@@ -84,13 +89,14 @@ def check_run_config(config: RunConfig) -> list[Violation]:
 
 def _problems(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield from _algorithm(config)
-    if config.noise_schedule not in _SCHEDULES:
-        known = ", ".join(sorted(_SCHEDULES))
-        yield "noise.schedule", f"must be one of {known}, got {config.noise_schedule!r}; this version has no other"
     yield from _modules(config.target_modules)
     yield from _numbers(config)
-    if config.noise_schedule in _SCHEDULES:
-        yield from _noise(config)
+    if config.max_sampling_rounds and not config.drop_zero_variance:
+        text = f"must be 0 with drop_zero_variance = false, got {config.max_sampling_rounds}"
+        yield "max_sampling_rounds", f"{text}; nothing is dropped, so that each batch takes one round"
+    yield from _names(config)
+    yield from _noise(config)
+    yield from _schedule(config)
     if config.evaluation is not None:
         yield from _evaluation(config.evaluation)
 
@@ -128,11 +134,14 @@ def _numbers(config: RunConfig) -> Iterator[tuple[str, str]]:
         ("groups_per_step", config.groups_per_step, 1, 4096),
         ("max_tokens", config.max_tokens, 1, 1 << 20),
         ("max_lag", config.max_lag, 0, 64),
-        ("schedule_steps", config.schedule_steps, 1, 1 << 31),
+        ("schedule_steps", config.schedule_steps, 0, 1 << 31),
         ("max_steps", config.max_steps, 0, 1 << 31),
+        ("max_sampling_rounds", config.max_sampling_rounds, 0, 1 << 20),
         ("optimizer.beta1", config.beta1, 0, 1 - 1e-9),
         ("optimizer.beta2", config.beta2, 0, 1 - 1e-9),
         ("optimizer.learning_rate", config.learning_rate, 0, 1),
+        ("optimizer.warmup_steps", config.warmup_steps, 0, 1 << 31),
+        ("optimizer.final_learning_rate", config.final_learning_rate, 0, config.learning_rate),
         ("optimizer.weight_decay", config.weight_decay, 0, 1e3),
         ("optimizer.max_grad_norm", config.max_grad_norm, 0, 1e6),
         ("canary_tolerance", canary_tolerance(config, "float32"), 0, 1e3),
@@ -141,6 +150,17 @@ def _numbers(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield field, f"must be in [{low}, {high}], got {value}; {_LEAVE}"
     if not (config.reward_deadline > 0 and math.isfinite(config.reward_deadline)):
         yield "reward_deadline", f"must be finite and > 0, got {config.reward_deadline}; {_LEAVE}"
+
+
+def _names(config: RunConfig) -> Iterator[tuple[str, str]]:
+    for field, name, known in (
+        ("optimizer.kind", config.optimizer, OPTIMIZERS),
+        ("optimizer.schedule", config.lr_schedule, learning_rate.SCHEDULES),
+        ("noise.schedule", config.noise_schedule, aqn.SCHEDULES),
+        ("noise.dtype", config.noise_dtype, NOISE_DTYPES),
+    ):
+        if name not in known:
+            yield field, f"must be one of {', '.join(known)}, got {name!r}; this version has no other"
 
 
 def _evaluation(held_out: HeldOutConfig) -> Iterator[tuple[str, str]]:
@@ -162,13 +182,30 @@ def _evaluation(held_out: HeldOutConfig) -> Iterator[tuple[str, str]]:
 
 def _noise(config: RunConfig) -> Iterator[tuple[str, str]]:
     low, high = SIGMAS
-    noisy = config.noise_schedule != "none"
-    for field, value, most in (
-        ("noise.sigma_start", config.sigma_start, high),
-        ("noise.sigma_end", config.sigma_end, min(high, config.sigma_start) if noisy else high),
-    ):
-        least = low if noisy else 0.0
-        if not least <= value <= most:
-            yield field, f"must be in [{least:g}, {most:g}], got {value:g}; NOISE_SCHEDULE_NONE is without noise"
+    noisy = config.noise_schedule in aqn.DECAYS
+    least = low if noisy else 0.0
+    for field, value in (("noise.sigma_start", config.sigma_start), ("noise.sigma_end", config.sigma_end)):
+        if not least <= value <= high:
+            yield field, f"must be in [{least:g}, {high:g}], got {value:g}; NOISE_SCHEDULE_NONE is without noise"
+    if noisy and config.sigma_end > config.sigma_start:
+        text = f"must be at most sigma_start = {config.sigma_start:g}, got {config.sigma_end:g}"
+        yield "noise.sigma_end", f"{text}; noise decays: lower it or raise sigma_start"
     if noisy and config.noise_stages < 2:
         yield "noise.stages", f"must be at least 2 (the first has no noise), got {config.noise_stages}; {_LEAVE}"
+
+
+def _schedule(config: RunConfig) -> Iterator[tuple[str, str]]:
+    falling = config.lr_schedule in learning_rate.SCHEDULES and config.lr_schedule != "constant"
+    for field, name, scheduled in (
+        ("noise.schedule", config.noise_schedule, config.noise_schedule in aqn.DECAYS),
+        ("optimizer.schedule", config.lr_schedule, falling),
+    ):
+        if scheduled and config.schedule_steps == 0:
+            text = f"must be at least 1 with {field} {name}, got 0"
+            yield "schedule_steps", f"{text}; set it, or max_steps, to the planned number of steps"
+    if falling and 0 < config.schedule_steps <= config.warmup_steps:
+        text = f"must be below schedule_steps = {config.schedule_steps}, got {config.warmup_steps}"
+        yield (
+            "optimizer.warmup_steps",
+            f"{text}; the schedule comes after the warm-up: lower it",
+        )

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from itertools import compress
 from pathlib import Path
 
-from .batches import trainable_mask
+from .batches import noise_spec, trainable_mask
 from .records import NoiseRecord, RolloutRecord, RunRecord
 from .run_options import trainer_config
 from .shared import Shared
 from .store import runs
 from .trainer.client import TrainerFailure
-from .trainer.messages import NoiseSpec, Score, Scores
+from .trainer.messages import Score, Scores
 from .trainer.messages import Sequence as TokenSequence
 
 _log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ async def trainer_scores(
         version_dir=str(folder),
         sequences=[TokenSequence(list(r.prompt_ids), list(r.completion_ids), trainable_mask(r)) for r in rollouts],
         temperature=temperature,
-        noise=None if noise is None else NoiseSpec(noise.sigma, noise.seed, noise.relative),
+        noise=None if noise is None else noise_spec(noise),
     )
     reply = await shared.trainer.call(request, attempts=shared.options.trainer_attempts)
     assert isinstance(reply, Scores)

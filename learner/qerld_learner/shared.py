@@ -43,8 +43,6 @@ class RunPulse:
         self.live = Signal()
         self.reported = Signal()
         self.waiting_for = ""
-        # Groups dropped for zero variance since the last step.
-        self.zero_variance = 0
 
 
 class Pulses(dict[str, RunPulse]):
@@ -93,7 +91,6 @@ class Shared:
             self.receipts.publish((run, receipt))
         for group_id, judged in closed.verdicts.items():
             self.observer.group_closed(run, judged.value)
-            pulse.zero_variance += judged is Verdict.ZERO_VARIANCE
             if judged is not Verdict.READY:
                 pulse.buffer.remove(group_id)
         if closed.verdicts:

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Iterable
 from typing import Any, Never
 
 import grpc
-from qerld.v1 import replica_pb2, replica_pb2_grpc
+from qerld.v1 import common_pb2, replica_pb2, replica_pb2_grpc
 from qerld_kernels.noise import Noise
 
 from qerld_service.desired import DesiredAdapter, VersionId
@@ -105,6 +105,13 @@ class Attachment:
                     await self._changed.wait()
 
 
+def noise_of(message: common_pb2.Noise) -> Noise:
+    """From the wire. Raises ValueError for a noise that is none."""
+    number = message.dtype or common_pb2.NOISE_DTYPE_FLOAT32
+    dtype = common_pb2.NoiseDtype.Name(number).removeprefix("NOISE_DTYPE_").lower()
+    return Noise(message.sigma, message.seed, message.relative, dtype)
+
+
 def desired_adapters(
     versions: Iterable[replica_pb2.DesiredVersion],
 ) -> tuple[list[DesiredAdapter], dict[VersionId, str]]:
@@ -114,7 +121,7 @@ def desired_adapters(
     for version in versions:
         run, number = version.policy.run, version.policy.version
         try:
-            noise = Noise(version.noise.sigma, version.noise.seed, version.noise.relative)
+            noise = noise_of(version.noise)
         except ValueError as error:
             invalid[run, number] = f"noise: {error}"
         else:

@@ -87,6 +87,12 @@ COMMANDS = {
         "live view of a run: reward, entropy, noise, lag, mismatch, tokens a second",
         ("rich",),
     ),
+    "schedule": Command(
+        "qerld_learner.schedule",
+        "learner",
+        "print and plot how the noise of a run goes over its steps",
+        ("msgspec", "numpy", "rich"),
+    ),
 }
 
 

@@ -225,7 +225,7 @@ class PolicyEngine:
     async def _add(self, slot: Slot, noise: Noise | None) -> float:
         """Load into the workers' slots; returns realised σ / intended σ. Nothing is left of it when it fails."""
         try:
-            values = (noise.sigma, noise.seed, noise.relative) if noise is not None else None
+            values = (noise.sigma, noise.seed, noise.relative, noise.dtype) if noise is not None else None
             await self._ask("qerld_start_loading", slot.adapter_id, slot.name, str(slot.folder), values)
             shares = await self._poll("qerld_finish_loading", slot.adapter_id)
         except EngineDiedError:

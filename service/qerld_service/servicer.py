@@ -52,7 +52,12 @@ class PolicyReplicaServicer(replica_pb2_grpc.PolicyReplicaServiceServicer):
             noise = common_pb2.Noise(sigma=0.0)
             if key.noisy:
                 made = adapter.noise
-                noise = common_pb2.Noise(sigma=made.sigma, seed=made.seed, relative=made.relative)
+                noise = common_pb2.Noise(
+                    sigma=made.sigma,
+                    seed=made.seed,
+                    relative=made.relative,
+                    dtype=common_pb2.NoiseDtype.Value(f"NOISE_DTYPE_{made.dtype.upper()}"),
+                )
             # Two callers may use one id, and vLLM refuses a second request of a name.
             request_id = f"{request.request_id}-{uuid.uuid4().hex}"
             deltas = self._engine.generate(key, request_id, request.prompt.ids, sampling)

@@ -26,9 +26,9 @@ class AdapterWorkerExtension:
     model_runner: Any
 
     def qerld_start_loading(
-        self, adapter_id: int, name: str, folder: str, noise: tuple[float, int, bool] | None
+        self, adapter_id: int, name: str, folder: str, noise: tuple[float, int, bool, str] | None
     ) -> None:
-        """Read a PEFT folder into a free slot; `noise`: sigma, seed, relative."""
+        """Read a PEFT folder into a free slot; `noise`: the fields of `Noise`."""
         from vllm.lora.request import LoRARequest
 
         request = LoRARequest(lora_name=name, lora_int_id=adapter_id, lora_path=folder)

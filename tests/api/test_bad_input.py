@@ -157,6 +157,14 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"lora": run_pb2.LoraConfig(alpha=1e300)}, "config.lora.alpha"),
     ({"lora": run_pb2.LoraConfig(target_modules=["q_proj"] * 65)}, "config.lora.target_modules"),
     ({"lora": run_pb2.LoraConfig(target_modules=["q" * 129])}, "config.lora.target_modules"),
+    ({"lora": run_pb2.LoraConfig(target_modules=["q_proj", "qkv"])}, "config.lora.target_modules"),
+    ({"lora": run_pb2.LoraConfig(target_modules=["lm_head"])}, "config.lora.target_modules"),
+    ({"optimizer": run_pb2.Optimizer(kind=run_pb2.OPTIMIZER_KIND_ADAMW_8BIT)}, "config.optimizer.kind"),
+    ({"optimizer": run_pb2.Optimizer(kind=99)}, "config.optimizer.kind"),  # type: ignore[arg-type]
+    ({"optimizer": run_pb2.Optimizer(schedule=run_pb2.LEARNING_RATE_SCHEDULE_COSINE)}, "config.schedule_steps"),
+    ({"noise": run_pb2.AdaptiveNoise(schedule=4, sigma_start=1, sigma_end=1)}, "config.schedule_steps"),  # type: ignore[arg-type]
+    ({"noise": run_pb2.AdaptiveNoise(dtype=99)}, "config.noise.dtype"),  # type: ignore[arg-type]
+    ({"max_sampling_rounds": 2**32 - 1}, "config.max_sampling_rounds"),
     ({"noise": run_pb2.AdaptiveNoise(sigma_start=math.inf)}, "config.noise.sigma_start"),
     ({"noise": run_pb2.AdaptiveNoise(schedule=2)}, "config.noise.sigma_start"),  # type: ignore[arg-type]
     ({"noise": run_pb2.AdaptiveNoise(schedule=2, sigma_start=1, sigma_end=2)}, "config.noise.sigma_end"),  # type: ignore[arg-type]

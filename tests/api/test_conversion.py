@@ -12,6 +12,8 @@ from qerld_learner.api import convert
 from qerld_learner.api.checks import Checks, body_hash
 from qerld_learner.api.run_config import run_config
 from qerld_learner.run_options import check_run_config
+from qerld_learner.trainer import aqn
+from qerld_learner.trainer.algorithm import NAMES
 
 
 @pytest.mark.parametrize(
@@ -43,12 +45,17 @@ def test_run_config_survives_a_round_trip() -> None:
     config = records.RunConfig(
         lora_rank=4,
         lora_alpha=3.0,
+        lora_rslora=True,
         target_modules=("q_proj",),
         advantage="mean_only",
         aggregation="sequence_mean",
         clip_low=0.1,
         kl_coef=0.01,
         tis_cap=0.0,
+        optimizer="adamw_8bit",
+        lr_schedule="cosine",
+        warmup_steps=5,
+        final_learning_rate=1e-6,
         beta1=0.0,
         max_grad_norm=0.0,
         noise_schedule="exponential",
@@ -56,12 +63,15 @@ def test_run_config_survives_a_round_trip() -> None:
         sigma_end=0.001,
         noise_stages=4,
         noise_relative=True,
+        noise_dtype="bfloat16",
         max_lag=0,
         max_steps=7,
+        schedule_steps=9,
         seed=11,
         reward_deadline=1.5,
         drop_zero_variance=False,
         canary_tolerance=0.5,
+        max_sampling_rounds=3,
         evaluation=records.HeldOutConfig(3, "a.jsonl", 7, 4, False, 0.6, 99, "think", "be kind", 12.5),
     )
     checks = Checks()
@@ -69,13 +79,22 @@ def test_run_config_survives_a_round_trip() -> None:
     assert checks.violations == []
 
 
+@pytest.mark.parametrize("schedule", aqn.SCHEDULES)
+@pytest.mark.parametrize("old_policy", NAMES["old_policy"])
+def test_every_schedule_and_old_policy_has_a_number(schedule: str, old_policy: str) -> None:
+    config = records.RunConfig(noise_schedule=schedule, old_policy=old_policy, correction="none")
+    assert run_config(Checks(), convert.run_config(config)) == config
+
+
 def test_alpha_and_schedule_follow_rank_and_max_steps() -> None:
     config = run_config(Checks(), run_pb2.RunConfig(lora=run_pb2.LoraConfig(rank=4), max_steps=40))
     assert (config.lora_alpha, config.schedule_steps) == (8.0, 40)
+    config = run_config(Checks(), run_pb2.RunConfig(lora=run_pb2.LoraConfig(rank=16, rslora=True)))
+    assert config.lora_alpha == 8.0
 
 
 def test_rollout_keeps_every_field() -> None:
-    span = records.SpanRecord(0, 2, 3, records.NoiseRecord(0.01, 2**63, True), environment=False)
+    span = records.SpanRecord(0, 2, 3, records.NoiseRecord(0.01, 2**63, True, "bfloat16"), environment=False)
     record = records.RolloutRecord(
         rollout_id="r",
         group_id="g",
@@ -93,10 +112,10 @@ def test_rollout_keeps_every_field() -> None:
         reward_deadline=2.5,
     )
     wire = convert.rollout(record)
+    bf16 = common_pb2.NOISE_DTYPE_BFLOAT16
+    noise = common_pb2.Noise(sigma=0.01, seed=2**63, relative=True, dtype=bf16)
     assert (list(wire.prompt.ids), list(wire.completion.ids), list(wire.logprobs)) == ([1, 2], [3, 4], [-0.5, -1.0])
-    assert wire.spans[0] == common_pb2.Span(
-        begin=0, end=2, version=3, noise=common_pb2.Noise(sigma=0.01, seed=2**63, relative=True)
-    )
+    assert wire.spans[0] == common_pb2.Span(begin=0, end=2, version=3, noise=noise)
     assert (wire.rollout_id, wire.group_id, wire.run, wire.index, wire.text) == ("r", "g", "a", 1, "x")
     assert (wire.finish_reason, wire.state) == (common_pb2.FINISH_REASON_LENGTH, common_pb2.ROLLOUT_STATE_FINISHED)
     assert dict(wire.labels) == {"k": "v"}

@@ -88,11 +88,12 @@ async def test_configurations_at_their_limits_train(api: Api, config: dict[str, 
 
 
 async def test_a_run_that_was_refused_leaves_the_others_alone(api: Api, run: str) -> None:
-    """The trainer finds out late that layers do not exist; the adapter that it has in memory is another run's."""
+    """The trainer finds out late that an adapter is none; what it has in memory is of another run and shape."""
     ids = await four_rollouts(api, run)
-    for layer in ("no_such_layer", "nor_this_one"):
-        config = run_pb2.RunConfig(lora=run_pb2.LoraConfig(rank=4, target_modules=[layer]))
-        request = run_pb2.CreateRunRequest(run="refused", request_id=new_id(), config=config)
-        assert layer in violations(await failure(api.runs.CreateRun(request, timeout=120)))["config"]
+    for rank in (2, 3):
+        config = run_pb2.RunConfig(lora=run_pb2.LoraConfig(rank=rank))
+        request = run_pb2.CreateRunRequest(run="refused", request_id=new_id(), config=config, initial_adapter=b"none")
+        found = violations(await failure(api.runs.CreateRun(request, timeout=120)))
+        assert "the trainer refused it" in found["initial_adapter"]
     receipts = await trained(api, run, [reward(rollout_id, float(i % 2)) for i, rollout_id in enumerate(ids)])
     await check_step(api, run, receipts)

@@ -77,3 +77,22 @@ def test_absolute_and_relative_scale() -> None:
 def test_bad_noise_is_refused(sigma: float, seed: int, field: str) -> None:
     with pytest.raises(ValueError, match=field):
         Noise(sigma, seed)
+
+
+@pytest.mark.parametrize("sigma", [1e-2, 1e-3, 5e-4])
+def test_in_bfloat16_the_sum_is_what_adding_to_the_weights_of_a_bf16_model_gives(sigma: float) -> None:
+    """As the paper's code does it: `weight += torch.normal(...).to(weight.dtype)`."""
+    weight = (1 + 0.1 * torch.randn(4096, generator=torch.Generator().manual_seed(0))).bfloat16()
+    expected = weight.clone()
+    expected += (noise_vector(9, NAME, 4096) * sigma).bfloat16()
+    for held in (weight, weight.float(), weight.half()):
+        added = scaled_noise(Noise(sigma, 9, dtype="bfloat16"), NAME, held)
+        assert torch.equal(held.float() + added, expected.float())
+    lost = float((expected == weight).float().mean())
+    # Beside a weight in [1, 2) whatever is below 2^-8 is lost, in [0.5, 1) below 2^-9.
+    assert {1e-2: 0.15, 1e-3: 0.85, 5e-4: 0.99}[sigma] < lost < {1e-2: 0.35, 1e-3: 1.0, 5e-4: 1.0}[sigma] + 1e-9
+
+
+def test_an_unknown_dtype_is_refused() -> None:
+    with pytest.raises(ValueError, match="dtype: must be one of float32, bfloat16, got 'float16'"):
+        Noise(0.1, 1, dtype="float16")

@@ -73,8 +73,8 @@ async def sample(learner: Learner, run: str, request_id: str | None = None) -> l
     return [event.rollout async for event in events if isinstance(event, RolloutFinished)]
 
 
-async def train(learner: Learner, run: str, steps: int) -> list[StepReport]:
-    """Sample and reward until `steps` reports have come; the reward is the share of even tokens."""
+async def train(learner: Learner, run: str, steps: int, after: int = 0) -> list[StepReport]:
+    """Sample and reward until `steps` reports after step `after` have come; the reward is the share of even tokens."""
 
     async def feed() -> None:
         while True:
@@ -86,7 +86,7 @@ async def train(learner: Learner, run: str, steps: int) -> list[StepReport]:
     feeder = asyncio.create_task(feed())
     try:
         async with asyncio.timeout(240):
-            async for report in learner.watch_reports(run, 0):
+            async for report in learner.watch_reports(run, after):
                 reports.append(report)
                 if len(reports) == steps:
                     return reports

@@ -89,6 +89,37 @@ async def test_versions_go_live_and_every_token_knows_its_version(loop: Loop) ->
             assert rollout.spans[0].noise.sigma == pytest.approx(noise_of_version.sigma)
 
 
+async def test_sigma_and_the_learning_rate_go_by_the_learners_step_through_epochs_and_restarts(
+    tiny_model: tuple[Path, Path], engine: PolicyEngine, tmp_path: Path
+) -> None:
+    """Several passes over a batch are one step, and a learner that starts again goes on where it was.
+
+    With the paper's rounding, and the noisy policy as π_old: the trainer's noise of a version is the server's.
+    """
+    noise = {"noise_schedule": "linear", "sigma_start": 0.08, "sigma_end": 0.02, "noise_stages": 3}
+    more = {"noise_dtype": "bfloat16", "old_policy": "trainer_noisy", "epochs": 2, "mini_batches": 2}
+    rates = {"learning_rate": 1e-3, "lr_schedule": "linear", "warmup_steps": 2}
+    options = options_for(tmp_path / "state", tiny_model[1], admission_timeout=60.0)
+    settings, run, reports = LearnerSettings(model=tiny_model[1], port=0, metrics_port=0), "", list[StepReport]()
+    for until_step in (2, 5):
+        metrics = LearnerMetrics()
+        learner = await Learner.open(options, metrics)
+        async with running_server(learner, settings, metrics) as port:
+            run = run or await new_run(learner, **noise, **more, **rates, schedule_steps=6, max_lag=1)
+            loop = Loop(learner, port, tiny_model[1], engine, tmp_path / f"loop-{until_step}", metrics)
+            async with loop.policy():
+                reports += await train(learner, run, until_step - len(reports), after=len(reports))
+            versions, _ = await learner.list_versions(run, 0, "")
+        await learner.close()
+    assert [report.metrics["sigma"] for report in reports] == [0.0, 0.0, 0.08, 0.08, pytest.approx(0.02)]
+    assert [report.metrics["lr"] for report in reports] == pytest.approx([5e-4, 1e-3, 1e-3, 7.5e-4, 5e-4])
+    served = {v.step: v.noise.sigma for v in versions}  # and perhaps one version more: the feeder does not count
+    assert [served[report.step] for report in reports] == [report.metrics["sigma"] for report in reports]
+    assert {v.noise.dtype for v in versions} == {"bfloat16"}
+    assert all(report.metrics["updates"] == 4 for report in reports)
+    assert all(report.metrics["behaviour_gap"] < 1e-3 for report in reports)
+
+
 async def one_turn(learner: Learner, run: str, ids: tuple[int, ...]) -> RolloutRecord:
     """One completion of the live version at temperature 0.8; its group never gets a reward."""
     wanted = PromptSpec(ids, 2, SamplingSpec(temperature=0.8, max_tokens=6, seed=len(ids)))

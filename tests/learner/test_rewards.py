@@ -267,7 +267,7 @@ async def test_what_cannot_be_trained_is_refused(learner: Learner) -> None:
     fields = {v.field for v in caught.value.violations}
     assert "trajectories[1].segments[0].version" in fields
     assert "trajectories[1].segments[0].logprobs" in fields
-    wrong = small_config(group_size=1, noise_schedule="cosine", advantage="magic")
+    wrong = small_config(group_size=1, noise_schedule="square", advantage="magic")
     with pytest.raises(InvalidRequestError) as caught:
         await learner.create_run("bad", new_id(), "h", wrong)
     assert {v.field for v in caught.value.violations} == {

@@ -156,15 +156,18 @@ SAID = Member("i", RolloutState.FINISHED, OutcomeKind.REWARD, 1.0)
 
 def test_the_zero_variance_share_counts_the_groups_that_were_dropped() -> None:
     """Three dropped before the batch, and one of its two groups equal where the run keeps such groups."""
-    batch = steps.Batch("r", 1, 0, 1, 0, ("a", "b"))
+    batch = steps.Batch("r", 1, 0, 1, 0, ("a", "b"), zero_variance=3)
     rollout = RolloutRecord(
         "i", "g", "r", 0, (1,), (2,), (-1.0,), (SpanRecord(0, 1, 0, NoiseRecord()),), None, "",
         RolloutState.FINISHED, {}, None, None,
     )  # fmt: skip
     data = BatchData(batch, ((rollout,), (rollout,)), {"i": SAID}, "")
     trained = {"mismatch_kl_k3": 0.0, "zero_variance_share": 0.5}
-    assert report_metrics(data, trained, 0.0, 3, 1.0)["zero_variance_share"] == 4 / 5
-    assert report_metrics(data, trained | {"zero_variance_share": 0.0}, 0.0, 0, 1.0)["zero_variance_share"] == 0
+    found = report_metrics(data, trained, 0.0, 2, 1.0)
+    assert (found["zero_variance_share"], found["groups_zero_variance"], found["sampling_rounds"]) == (4 / 5, 3, 3)
+    data = replace(data, batch=replace(batch, zero_variance=0))
+    found = report_metrics(data, trained | {"zero_variance_share": 0.0}, 0.0, 2, 1.0)
+    assert (found["zero_variance_share"], found["groups_zero_variance"], found["sampling_rounds"]) == (0, 0, 1)
 
 
 @pytest.mark.parametrize(("made_by", "mean", "largest"), [((4, 4), 0.0, 0.0), ((3, 4), 0.5, 1.0), ((1, 3), 2.0, 3.0)])
@@ -179,7 +182,7 @@ def test_lag_is_the_learner_version_minus_the_version_that_made_a_span(
         None,
     )  # fmt: skip
     data = BatchData(steps.Batch("r", 5, 4, 3, 0, ("g",)), ((rollout,),), {"i": SAID}, "")
-    found = report_metrics(data, {"mismatch_kl_k3": 0.0, "zero_variance_share": 0.0}, 0.0, 0, 1.0)
+    found = report_metrics(data, {"mismatch_kl_k3": 0.0, "zero_variance_share": 0.0}, 0.0, 1, 1.0)
     assert (found["lag_mean"], found["lag_max"]) == (mean, largest)
 
 

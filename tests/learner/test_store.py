@@ -199,7 +199,7 @@ async def test_migrations_make_the_schema_and_sqlite_is_durable(tmp_path: Path) 
         assert connection.exec_driver_sql("PRAGMA foreign_keys").scalar_one() == 1
         revision = connection.execute(sa.text("SELECT version_num FROM alembic_version")).scalar_one()
     engine.dispose()
-    assert revision == "0002"
+    assert revision == "0003"
 
 
 async def test_a_store_of_the_first_schema_is_brought_up_to_date(tmp_path: Path) -> None:

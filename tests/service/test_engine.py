@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -18,7 +19,7 @@ from qerld_service.adapters import AdapterKey, AdapterNotLoadedError
 from qerld_service.engine import EngineConfig, EngineDiedError, PolicyEngine, RequestError
 from safetensors.torch import load_file
 from support.engine import NOISE, PROMPT, SAMPLING, assert_same, begin, collect, key
-from support.tiny import make_tiny_model
+from support.tiny import make_adapter, make_tiny_model
 
 pytestmark = pytest.mark.engine
 
@@ -132,7 +133,11 @@ def reference_logprobs(model: Path, nvfp4: Path, adapter: Path, noise: Noise | N
     return logprobs[:-1].gather(1, torch.tensor(ids[1:]).unsqueeze(1)).squeeze(1)
 
 
-@pytest.mark.parametrize("noise", [None, NOISE, Noise(0.1, 3, relative=True)], ids=["clean", "noise", "relative"])
+@pytest.mark.parametrize(
+    "noise",
+    [None, NOISE, Noise(0.1, 3, relative=True), Noise(0.1, 3, dtype="bfloat16")],
+    ids=["clean", "noise", "relative", "bfloat16"],
+)
 async def test_nvfp4_logprobs_equal_those_of_transformers(
     fresh: PolicyEngine, adapters: list[Path], tiny_model: tuple[Path, Path], noise: Noise | None
 ) -> None:
@@ -142,6 +147,21 @@ async def test_nvfp4_logprobs_equal_those_of_transformers(
     torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-4, rtol=0)
     scored = await fresh.score(key(1), PROMPT, ids)
     torch.testing.assert_close(torch.tensor(scored), expected, atol=1e-4, rtol=0)
+
+
+async def test_rank_stabilised_adapters_are_scaled_by_the_root_of_their_rank(
+    fresh: PolicyEngine, tmp_path: Path
+) -> None:
+    """alpha / sqrt r is 2 / 2 here, as 4 / 4 is: the same policy; and 2 / 4 is another."""
+    scored = []
+    for number, change in enumerate(({}, {"lora_alpha": 2, "use_rslora": True}, {"lora_alpha": 2})):
+        folder = make_adapter(tmp_path / str(number), seed=1, scale=0.5, rank=4)
+        config = json.loads((folder / "adapter_config.json").read_text()) | change
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        await fresh.load(key(number + 1), folder, None)
+        scored.append(torch.tensor(await fresh.score(key(number + 1), PROMPT, list(range(20, 30)))))
+    torch.testing.assert_close(scored[1], scored[0], atol=1e-6, rtol=0)
+    assert float((scored[2] - scored[0]).abs().max()) > 1e-2
 
 
 async def test_scoring_many_at_once_beside_sampling(fresh: PolicyEngine, adapters: list[Path]) -> None:

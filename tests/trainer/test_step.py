@@ -18,6 +18,7 @@ from qerld_learner.trainer.messages import (
     Event,
     Group,
     InitVersion,
+    Rollout,
     Score,
     Scores,
     Sequence,
@@ -224,6 +225,63 @@ def test_training_one_run_leaves_another_bit_equal(config: TrainerConfig, tmp_pa
         train(worker, other, second, number, make_groups(number + 10))
         assert digest(first / f"v{number}") == before
     assert digest(first / "v2") == digest(alone / "v2")
+
+
+def test_a_refused_shape_leaves_the_adapter_in_memory_usable(config: TrainerConfig, tmp_path: Path) -> None:
+    worker = Worker(ignore)
+    new_run(worker, config, tmp_path)
+    for layer in ("no_such_layer", "nor_this_one"):
+        shape = msgspec.structs.replace(config.lora, target_modules=(layer,))
+        with pytest.raises(lora.LoraError, match=layer):
+            new_run(worker, msgspec.structs.replace(config, lora=shape), tmp_path / "refused")
+    train(worker, config, tmp_path, 1, make_groups())
+
+
+@pytest.mark.parametrize("budget", [1, 16, 40])
+def test_a_step_in_micro_batches_is_the_step_in_one(config: TrainerConfig, tmp_path: Path, budget: int) -> None:
+    """Metrics, token counts among them, results and gradients do not depend on the token budget."""
+    found = []
+    for tokens in (10**6, budget):
+        worker, folder = Worker(ignore), tmp_path / str(tokens)
+        algorithm = AlgorithmConfig(aggregation="token_mean", kl_coef=0.1, entropy_coef=0.01)
+        changed = msgspec.structs.replace(config, token_budget=tokens, algorithm=algorithm)
+        new_run(worker, changed, folder)
+        found.append(train(worker, changed, folder, 1, make_groups(2)))
+    whole, parts = found
+    packing = {"micro_batches", "tokens_computed", "tokens_plain", "peak_rss_bytes"}
+    assert parts.metrics["micro_batches"] > whole.metrics["micro_batches"] == 1
+    for name in set(whole.metrics) - packing:
+        assert parts.metrics[name] == pytest.approx(whole.metrics[name], rel=1e-5, abs=1e-6), name
+    assert whole.metrics["completion_tokens"] == sum(len(r.completion_ids) for g in make_groups(2) for r in g.rollouts)
+    for one, other in zip(parts.rollouts, whole.rollouts, strict=True):
+        assert (one.rollout_id, one.advantage) == (other.rollout_id, other.advantage)
+        assert one.mean_ratio == pytest.approx(other.mean_ratio, rel=1e-5)
+
+
+def test_eos_and_pad_are_tokens_like_any_other(config: TrainerConfig) -> None:
+    """The end token that the policy sampled is trained wherever it stands, and nothing behind a truncated end is.
+
+    Nothing is padded: an id that a tokenizer also pads with (here 2, the end token) is never masked away.
+    """
+    eos, prompt = 2, [1, 2, 2, 5]
+    completions = [[7, 8, eos], [eos], [7, eos, eos], [7, 8, 9, 10]]  # the last was cut off: it has no end
+    rollouts = [
+        Rollout(f"r{i}", ids, [-4.0] * len(ids), float(i % 2), 0, truncated=i == 3) for i, ids in enumerate(completions)
+    ]
+    model = BaseModel(config)
+    masters = lora.attach(model.causal, config.lora)
+    step.load_weights(masters, lora.first_weights(masters, 0))
+    work = step.begin(model, config, [Group("g", prompt, rollouts)], lambda *_: None)
+    (update,) = plan_updates(work.batch, config.algorithm)
+    for tree in pack(work.batch.sequences, 10**6):
+        step.micro_batch(work, update, tree, learn=False)
+    assert [len(work.told.logprobs[i]) for i in range(4)] == [3, 1, 3, 4]
+    for index, ids in enumerate(completions):
+        whole = torch.tensor([[*prompt, *ids]])
+        rows = torch.log_softmax(model.causal(input_ids=whole).logits[0], dim=-1)[len(prompt) - 1 : -1]
+        expected = rows[torch.arange(len(ids)), torch.tensor(ids)].detach()
+        torch.testing.assert_close(work.told.logprobs[index], expected, rtol=1e-5, atol=1e-5)
+    assert update.weights.tolist() == pytest.approx([1 / 12, 1 / 4, 1 / 12, 1 / 16])
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,8 @@ def token_ids(ids: Iterable[int]) -> common_pb2.TokenIds:
 
 
 def noise(record: records.NoiseRecord) -> common_pb2.Noise:
-    return common_pb2.Noise(sigma=record.sigma, seed=record.seed, relative=record.relative)
+    dtype = to_enum(common_pb2.NoiseDtype, "NOISE_DTYPE", record.dtype)
+    return common_pb2.Noise(sigma=record.sigma, seed=record.seed, relative=record.relative, dtype=dtype)
 
 
 def span(record: records.SpanRecord) -> common_pb2.Span:
@@ -198,10 +199,19 @@ def policy_version(record: records.VersionRecord) -> policy_pb2.PolicyVersion:
 def run_config(config: records.RunConfig) -> run_pb2.RunConfig:
     """Return the configuration with every field set, defaults included."""
     message = run_pb2.RunConfig(
-        lora=run_pb2.LoraConfig(rank=config.lora_rank, alpha=config.lora_alpha, target_modules=config.target_modules),
+        lora=run_pb2.LoraConfig(
+            rank=config.lora_rank,
+            alpha=config.lora_alpha,
+            target_modules=config.target_modules,
+            rslora=config.lora_rslora,
+        ),
         algorithm=_algorithm(config),
         optimizer=run_pb2.Optimizer(
+            kind=to_enum(run_pb2.OptimizerKind, "OPTIMIZER_KIND", config.optimizer),
             learning_rate=config.learning_rate,
+            schedule=to_enum(run_pb2.LearningRateSchedule, "LEARNING_RATE_SCHEDULE", config.lr_schedule),
+            warmup_steps=config.warmup_steps,
+            final_learning_rate=config.final_learning_rate,
             beta1=config.beta1,
             beta2=config.beta2,
             weight_decay=config.weight_decay,
@@ -218,6 +228,7 @@ def run_config(config: records.RunConfig) -> run_pb2.RunConfig:
         seed=config.seed,
         drop_zero_variance=config.drop_zero_variance,
         canary_tolerance=config.canary_tolerance,
+        max_sampling_rounds=config.max_sampling_rounds,
     )
     if config.evaluation is not None:
         message.evaluation.CopyFrom(_held_out(config.evaluation))
@@ -254,6 +265,7 @@ def _adaptive_noise(config: records.RunConfig) -> run_pb2.AdaptiveNoise:
         sigma_end=config.sigma_end,
         stages=config.noise_stages,
         relative=config.noise_relative,
+        dtype=to_enum(common_pb2.NoiseDtype, "NOISE_DTYPE", config.noise_dtype),
     )
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
-from qerld.v1 import run_pb2
+from qerld.v1 import common_pb2, run_pb2
 from qerld_eval import INSTRUCTION
 
 from qerld_learner.api.checks import MAX_SEED, Checks
@@ -38,22 +39,24 @@ def run_config(checks: Checks, message: run_pb2.RunConfig) -> RunConfig:
     rank = message.lora.rank or base.lora_rank
     config = RunConfig(
         lora_rank=rank,
-        lora_alpha=message.lora.alpha or 2.0 * rank,
+        lora_alpha=message.lora.alpha or 2.0 * (math.sqrt(rank) if message.lora.rslora else rank),
+        lora_rslora=message.lora.rslora,
         target_modules=tuple(message.lora.target_modules) or base.target_modules,
         preset=preset,
         **_algorithm(checks, message, base),
-        **_optimizer(message.optimizer, base),
+        **_optimizer(checks, message.optimizer, base),
         **_noise(checks, message.noise, base),
         group_size=message.group_size or base.group_size,
         groups_per_step=message.groups_per_step or base.groups_per_step,
         temperature=_or(message, "temperature", base.temperature),
         max_tokens=message.max_tokens or base.max_tokens,
         max_lag=_or(message, "max_lag", base.max_lag),
-        schedule_steps=message.schedule_steps or message.max_steps or base.schedule_steps,
+        schedule_steps=message.schedule_steps or message.max_steps,
         max_steps=message.max_steps,
         seed=message.seed,
         reward_deadline=_deadline(checks, message, base),
         drop_zero_variance=_or(message, "drop_zero_variance", base.drop_zero_variance),
+        max_sampling_rounds=message.max_sampling_rounds,
         canary_tolerance=_or(message, "canary_tolerance", None),
         evaluation=_evaluation(checks, message, base) if message.HasField("evaluation") else None,
     )
@@ -109,8 +112,21 @@ def _given(message: Any, field: str, default: Any) -> Any:
     return getattr(message, field) or default
 
 
-def _optimizer(optimizer: run_pb2.Optimizer, base: RunConfig) -> dict[str, Any]:
+def _optimizer(checks: Checks, optimizer: run_pb2.Optimizer, base: RunConfig) -> dict[str, Any]:
     return {
+        "optimizer": _name(
+            checks, run_pb2.OptimizerKind, "OPTIMIZER_KIND", optimizer.kind, base.optimizer, "config.optimizer.kind"
+        ),
+        "lr_schedule": _name(
+            checks,
+            run_pb2.LearningRateSchedule,
+            "LEARNING_RATE_SCHEDULE",
+            optimizer.schedule,
+            base.lr_schedule,
+            "config.optimizer.schedule",
+        ),
+        "warmup_steps": optimizer.warmup_steps,
+        "final_learning_rate": optimizer.final_learning_rate,
         "learning_rate": optimizer.learning_rate or base.learning_rate,
         "beta1": _or(optimizer, "beta1", base.beta1),
         "beta2": _or(optimizer, "beta2", base.beta2),
@@ -133,6 +149,9 @@ def _noise(checks: Checks, message: run_pb2.AdaptiveNoise, base: RunConfig) -> d
         "sigma_end": message.sigma_end,
         "noise_stages": message.stages or base.noise_stages,
         "noise_relative": message.relative,
+        "noise_dtype": _name(
+            checks, common_pb2.NoiseDtype, "NOISE_DTYPE", message.dtype, base.noise_dtype, "config.noise.dtype"
+        ),
     }
 
 

@@ -23,7 +23,7 @@ from ..records import (
 from .chunks import chunks
 from .requests import once
 from .rollouts import find_receipts
-from .schema import groups, outcomes, rollouts
+from .schema import groups, outcomes, rollouts, runs
 
 
 @dataclass
@@ -78,6 +78,11 @@ _DEADLINES = select(groups.c.group_id, groups.c.deadline, groups.c.state).where(
 )
 _SET_GROUP_STATE = update(groups).where(groups.c.group_id == bindparam("of_id")).values(state=bindparam("new_state"))
 _INSERT_OUTCOME = insert(outcomes)
+_COUNT_EQUAL = (
+    update(runs)
+    .where(runs.c.name == select(groups.c.run).where(groups.c.group_id == bindparam("of_id")).scalar_subquery())
+    .values(zero_variance=runs.c.zero_variance + 1)
+)
 
 
 def judge_against_store(connection: Connection, run: str, said: Sequence[Outcome], now: float) -> list[Judgement]:
@@ -185,6 +190,8 @@ def close_group(
     """Apply a verdict to one group."""
     state = GroupState.READY if judged is Verdict.READY else GroupState.DROPPED
     connection.execute(_SET_GROUP_STATE, {"of_id": group_id, "new_state": state.value})
+    if judged is Verdict.ZERO_VARIANCE:
+        connection.execute(_COUNT_EQUAL, {"of_id": group_id})
     set_receipts(connection, receipts_on(judged, members), closed)
     closed.verdicts[group_id] = judged
 

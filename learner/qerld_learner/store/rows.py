@@ -87,7 +87,7 @@ def version_record(row: RowMapping) -> VersionRecord:
         version=row["version"],
         parent=row["parent"],
         step=row["step"],
-        noise=NoiseRecord(row["sigma"], row["noise_seed"], bool(row["noise_relative"])),
+        noise=NoiseRecord(row["sigma"], row["noise_seed"], bool(row["noise_relative"]), row["noise_dtype"]),
         state=VersionState(row["state"]),
         adapter_sha256=row["adapter_sha256"],
         adapter_bytes=row["adapter_bytes"],
@@ -107,6 +107,7 @@ def version_row(record: VersionRecord, folder: str) -> dict[str, Any]:
         "sigma": record.noise.sigma,
         "noise_seed": record.noise.seed,
         "noise_relative": record.noise.relative,
+        "noise_dtype": record.noise.dtype,
         "state": record.state.value,
         "adapter_sha256": record.adapter_sha256,
         "adapter_bytes": record.adapter_bytes,
@@ -176,9 +177,7 @@ def spans(text: str) -> tuple[SpanRecord, ...]:
 
 def dump_spans(records: Sequence[SpanRecord]) -> str:
     """Undo `spans`."""
-    return dump(
-        [[s.begin, s.end, s.version, [s.noise.sigma, s.noise.seed, s.noise.relative], s.environment] for s in records]
-    )
+    return dump([[s.begin, s.end, s.version, dataclasses.astuple(s.noise), s.environment] for s in records])
 
 
 def receipt(row: RowMapping) -> Receipt:

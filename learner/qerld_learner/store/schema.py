@@ -35,6 +35,8 @@ runs = Table(
     Column("base_model", Text, nullable=False),
     Column("base_sha256", String(64), nullable=False),
     Column("revision", Integer, nullable=False),
+    # Groups dropped for zero variance since the last batch.
+    Column("zero_variance", Integer, nullable=False, server_default="0"),
     Column("created_at", Float, nullable=False),
 )
 
@@ -48,6 +50,7 @@ versions = Table(
     Column("sigma", Float, nullable=False),
     Column("noise_seed", BigInteger, nullable=False),
     Column("noise_relative", Boolean, nullable=False),
+    Column("noise_dtype", String(16), nullable=False, server_default="float32"),
     Column("state", String(16), nullable=False),
     Column("adapter_sha256", String(64), nullable=False),
     Column("adapter_bytes", BigInteger, nullable=False),
@@ -145,6 +148,8 @@ batches = Table(
     Column("state", String(16), nullable=False),
     # Number of the learner process that may commit it; another process takes over by raising it.
     Column("fence", Integer, nullable=False),
+    # Groups that were dropped for zero variance on the way to it.
+    Column("zero_variance", Integer, nullable=False, server_default="0"),
     Column("created_at", Float, nullable=False),
     Index("batches_by_state", "run", "state"),
 )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from sqlalchemy import Connection, bindparam, func, insert, select, update
 
-from ..groups import Verdict, lag
+from ..groups import Verdict, batch_is_due, lag
 from ..records import (
     GroupState,
     ReceiptState,
@@ -44,7 +44,10 @@ class FencedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Batch:
-    """Durable membership, order and seed of one training batch; `version` is what it makes."""
+    """Durable membership, order and seed of one training batch; `version` is what it makes.
+
+    `zero_variance`: groups of equal rewards that were dropped on the way to it.
+    """
 
     run: str
     version: int
@@ -52,6 +55,7 @@ class Batch:
     step: int
     seed: int
     group_ids: tuple[str, ...]
+    zero_variance: int = 0
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ def open_batch(connection: Connection, run: str) -> Batch | None:
     if row is None:
         return None
     ids = tuple(json.loads(row["group_ids"]))
-    return Batch(run, row["version"], row["parent"], row["step"], row["seed"], ids)
+    return Batch(run, row["version"], row["parent"], row["step"], row["seed"], ids, row["zero_variance"])
 
 
 def begin_training(connection: Connection, batch: Batch, fence: int) -> bool:
@@ -86,7 +90,7 @@ def begin_training(connection: Connection, batch: Batch, fence: int) -> bool:
 
 
 def form_batch(connection: Connection, run: str, config: RunConfig, fence: int, closed: Closed) -> Batch | None:
-    """Drop stale groups and, when enough are ready, store the next batch.
+    """Drop stale groups and, when enough are ready or the rounds of sampling are over, store the next batch.
 
     Returns None when groups are missing, while a newer version is not live yet, and when the run does not run.
     """
@@ -95,10 +99,11 @@ def form_batch(connection: Connection, run: str, config: RunConfig, fence: int, 
         return None
     drop_stale(connection, run, newest, config.max_lag, closed)
     ids = ready_groups(connection, run, config.groups_per_step)
-    if len(ids) < config.groups_per_step:
+    dropped = zero_variance(connection, run)
+    if not batch_is_due(config, len(ids), dropped):
         return None
     number = next_version_number(connection, run)
-    batch = Batch(run, number, newest.version, newest.step + 1, batch_seed(config.seed, number), ids)
+    batch = Batch(run, number, newest.version, newest.step + 1, batch_seed(config.seed, number), ids, dropped)
     _store_batch(connection, batch, fence, closed)
     return batch
 
@@ -112,6 +117,16 @@ def ready_groups(connection: Connection, run: str, at_most: int) -> tuple[str, .
         .limit(at_most)
     )
     return tuple(connection.execute(query).scalars())
+
+
+def zero_variance(connection: Connection, run: str) -> int:
+    """Return how many groups were dropped for zero variance since the batch before, or since `begin_rounds`."""
+    return int(connection.execute(select(runs.c.zero_variance).where(runs.c.name == run)).scalar_one())
+
+
+def begin_rounds(connection: Connection, run: str) -> None:
+    """Count the rounds of sampling anew."""
+    connection.execute(update(runs).where(runs.c.name == run).values(zero_variance=0))
 
 
 def batch_seed(run_seed: int, version: int) -> int:
@@ -131,9 +146,11 @@ def _store_batch(connection: Connection, batch: Batch, fence: int, closed: Close
             "group_ids": json.dumps(batch.group_ids),
             "state": TRAINING,
             "fence": fence,
+            "zero_variance": batch.zero_variance,
             "created_at": time.time(),
         },
     )
+    begin_rounds(connection, batch.run)
     _set_groups(connection, batch.group_ids, GroupState.BATCHED)
     set_receipts(connection, dict.fromkeys(_rewarded(connection, batch.group_ids), ReceiptState.BATCHED), closed)
 

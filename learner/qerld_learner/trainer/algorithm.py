@@ -16,7 +16,7 @@ from .messages import AlgorithmConfig
 NAMES: dict[str, tuple[str, ...]] = {
     "advantage": ("group_norm", "mean_only", "leave_one_out", "batch_norm"),
     "ratio": ("token", "sequence"),
-    "old_policy": ("behaviour", "trainer"),
+    "old_policy": ("behaviour", "trainer", "trainer_noisy"),
     "clip": ("ppo", "dual", "cispo", "none"),
     "aggregation": ("token_mean", "sequence_mean", "constant"),
     "kl_estimator": ("k1", "k2", "k3"),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import advantages, objectives
 from .advantages import Rewards, Scored
-from .messages import AlgorithmConfig, Group, Rollout
+from .messages import AlgorithmConfig, Group, NoiseSpec, Rollout
 from .packing import TokenSequence
 from .shaping import scored, with_kl
 
@@ -26,7 +26,8 @@ class Batch:
     """The R rollouts of a step, group after group.
 
     `behaviour`: the behaviour's log-probabilities of each rollout's policy tokens. `scored`: their rewards.
-    `groups`: the rollouts of each group. `filtered`: rollouts that are left out of the loss.
+    `groups`: the rollouts of each group. `filtered`: rollouts that are left out of the loss. `noises`: the noise that
+    each policy token was sampled under.
     """
 
     rollouts: list[Rollout]
@@ -35,6 +36,7 @@ class Batch:
     scored: list[Scored]
     groups: list[range]
     filtered: frozenset[int]
+    noises: list[list[NoiseSpec | None]]
 
     @property
     def mixed_groups(self) -> int:
@@ -59,7 +61,7 @@ def make_batch(groups: list[Group], config: AlgorithmConfig, vocab_size: int) ->
     objectives.check(config)
     if not groups:
         raise BatchError("groups must hold at least one group, got 0; wait for a full batch")
-    batch = Batch([], [], [], [], [], _overlong(groups) if config.overlong == "filter" else frozenset())
+    batch = Batch([], [], [], [], [], _overlong(groups) if config.overlong == "filter" else frozenset(), [])
     for group in groups:
         start = len(batch.rollouts)
         for rollout in group.rollouts:
@@ -69,8 +71,14 @@ def make_batch(groups: list[Group], config: AlgorithmConfig, vocab_size: int) ->
             batch.sequences.append(sequence)
             batch.behaviour.append([rollout.logprobs[position] for position in sequence.scored])
             batch.scored.append(scored(rollout, sequence.scored, config))
+            batch.noises.append([_noise_at(rollout, position) for position in sequence.scored])
         batch.groups.append(range(start, len(batch.rollouts)))
     return batch
+
+
+def _noise_at(rollout: Rollout, position: int) -> NoiseSpec | None:
+    noise = next((noise for end, noise in rollout.noises or [] if position < end), None)
+    return noise if noise is not None and noise.sigma else None
 
 
 def _overlong(groups: list[Group]) -> frozenset[int]:

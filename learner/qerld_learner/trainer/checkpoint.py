@@ -1,7 +1,7 @@
 """Durable version folders.
 
     OUT/adapter/adapter_config.json, adapter_model.safetensors   plain PEFT folder, bf16: what is served
-    OUT/state.safetensors                                        fp32 master LoRA and Adam's moments
+    OUT/state.safetensors                                        fp32 master LoRA and the optimiser's moments
     OUT/state.json                                               step, seed, configuration's digest, sha256 of each file
 
 A folder is written aside, each file fsynced, then renamed, then the parent folder fsynced: it is there whole or
@@ -13,6 +13,7 @@ is no generator state to keep.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -36,6 +37,8 @@ FORMAT = 1
 ADAPTER_FILE = "adapter/adapter_model.safetensors"
 ADAPTER_CONFIG_FILE = "adapter/adapter_config.json"
 STATE_FILE = "state.safetensors"
+# Tensors of a state, by field.
+PARTS = ("weights", "first_moments", "second_moments", "absmax")
 PEFT_PREFIX = "base_model.model."
 
 
@@ -47,6 +50,8 @@ class VersionFolderError(RuntimeError):
 class AdapterState:
     """Everything that a further step depends on. Tensors are fp32, keyed by PEFT name without `base_model.model.`.
 
+    An 8-bit optimiser's moments are uint8, and `absmax` has the scales of their blocks by `first/NAME`, `second/NAME`.
+
     `updates` counts optimiser updates (Adam's bias correction), `step` the learner's steps, skipped ones too.
     """
 
@@ -55,6 +60,7 @@ class AdapterState:
     second_moments: dict[str, Tensor]
     updates: int
     step: int
+    absmax: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -108,7 +114,7 @@ def read_version(folder: Path, config: TrainerConfig, device: torch.device) -> t
     for name, expected in index["files"].items():
         _verify(folder / name, expected)
     tensors = _load(folder / STATE_FILE, device)
-    parts = {part: _strip(tensors, part) for part in ("weights", "first_moments", "second_moments")}
+    parts = {part: _strip(tensors, part) for part in PARTS}
     return AdapterState(**parts, updates=index["updates"], step=index["step"]), text
 
 
@@ -168,8 +174,7 @@ def _aside(out_dir: Path) -> Iterator[Path]:
 
 
 def _flatten(state: AdapterState) -> dict[str, Tensor]:
-    parts = {"weights": state.weights, "first_moments": state.first_moments, "second_moments": state.second_moments}
-    return {f"{part}/{name}": t.cpu().contiguous() for part, tensors in parts.items() for name, t in tensors.items()}
+    return {f"{part}/{name}": t.cpu().contiguous() for part in PARTS for name, t in getattr(state, part).items()}
 
 
 def _strip(tensors: dict[str, Tensor], part: str) -> dict[str, Tensor]:
@@ -200,13 +205,13 @@ def _peft_config(config: TrainerConfig) -> dict[str, Any]:
         "bias": "none",
         "target_modules": sorted(config.lora.target_modules),
         "inference_mode": True,
-        "use_rslora": False,
+        "use_rslora": config.lora.rslora,
         "use_dora": False,
     }
 
 
 def _same_shape(folder: Path, found: LoraShape, wanted: LoraShape) -> None:
-    for field in ("rank", "alpha", "target_modules"):
+    for field in ("rank", "alpha", "target_modules", "rslora"):
         before, now = getattr(found, field), getattr(wanted, field)
         if before != now:
             raise VersionFolderError(

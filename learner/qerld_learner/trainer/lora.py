@@ -27,7 +27,10 @@ class LoraError(ValueError):
 
 
 class RoundedLora(PeftLinear):  # type: ignore[misc]
-    """y = base(x) + (α/r)·B̂(Âx) with Â, B̂ the masters rounded to bf16. Dropout, DoRA and merging are not offered."""
+    """y = base(x) + s·B̂(Âx), s = α/r or α/√r, with Â, B̂ the masters rounded to bf16.
+
+    Dropout, DoRA and merging are not offered.
+    """
 
     bypassed = False
 
@@ -59,7 +62,11 @@ def attach(model: nn.Module, shape: LoraShape) -> dict[str, nn.Parameter]:
     """
     _check(model, shape)
     config = LoraConfig(
-        r=shape.rank, lora_alpha=shape.alpha, target_modules=list(shape.target_modules), lora_dropout=0.0
+        r=shape.rank,
+        lora_alpha=shape.alpha,
+        use_rslora=shape.rslora,
+        target_modules=list(shape.target_modules),
+        lora_dropout=0.0,
     )
     config._register_custom_module({PackedLinear: RoundedLora, nn.Linear: RoundedLora})
     inject_adapter_in_model(config, model, adapter_name=ADAPTER)

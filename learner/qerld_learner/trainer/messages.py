@@ -20,19 +20,24 @@ INDEX_FILE = "state.json"
 
 
 class LoraShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Shape and first draw of the adapter; `target_modules` are last name parts such as `q_proj`."""
+    """Shape and first draw of the adapter; `target_modules` are last name parts such as `q_proj`.
+
+    Its output counts alpha / rank times; with `rslora` alpha / √rank (arXiv 2312.03732).
+    """
 
     rank: int = 16
     alpha: float = 32.0
     target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     seed: int = 0
+    rslora: bool = False
 
 
 class AlgorithmConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The objective; names are keys of `algorithm.NAMES` and of the tables that these stand for.
 
     The ratio is taken to `old_policy`: the behaviour, by the server's log-probabilities, or the version that the step
-    starts from, by the trainer's own. With the latter, `correction` weighs each token by a function of π_old/μ.
+    starts from, by the trainer's own, without noise or with that of each token's sampling. With the latter two,
+    `correction` weighs each token by a function of π_old/μ.
 
     `loss_divisor`: of aggregation "constant", tokens a rollout. `max_tokens`, `overlong_buffer`: tokens, of overlong
     "penalty". `tis_cap` bounds truncated weights, `mask_low` and `mask_high` masked ones. `epochs` passes over a batch
@@ -65,9 +70,18 @@ class AlgorithmConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OptimizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """AdamW with a constant learning rate; `max_grad_norm` 0 switches clipping off."""
+    """The optimiser and its learning rate by step; `max_grad_norm` 0 switches clipping off.
 
+    `kind`: a key of `optimizers.OPTIMIZERS`; `schedule`: of `learning_rate.SCHEDULES`, over `schedule_steps`, from `lr`
+    towards `final_lr`.
+    """
+
+    kind: str = "adamw"
     lr: float = 1e-5
+    schedule: str = "constant"
+    warmup_steps: int = 0
+    schedule_steps: int = 0
+    final_lr: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
@@ -76,14 +90,15 @@ class OptimizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AqnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Adaptive quantisation noise; see `aqn.sigma_at`. `relative`: σ counts in units of each norm's mean |w|."""
+    """Adaptive quantisation noise; `schedule`: "none" or a key of `aqn.DECAYS`. See `aqn.sigma_at`.
 
-    schedule: Literal["none", "exponential"] = "none"
+    What σ means (absolute or relative, rounded or not) is of each version: `NoiseSpec`.
+    """
+
+    schedule: str = "none"
     sigma_start: float = 1e-2
     sigma_end: float = 5e-4
     stages: int = 10
-    reading: Literal["reaches_end", "paper"] = "reaches_end"
-    relative: bool = False
     schedule_steps: int = 100
 
 
@@ -117,6 +132,8 @@ class Rollout(msgspec.Struct, frozen=True):
 
     `steps`: rewards by turn or token, each with the end of its stretch of the completion (exclusive), ascending; None
     is one `reward` for all of it. `truncated`: whether it was cut off by max_tokens.
+
+    `noises`: the noise that stretches of it were sampled under, each with its end, ascending; None: all without.
     """
 
     rollout_id: str
@@ -127,6 +144,7 @@ class Rollout(msgspec.Struct, frozen=True):
     trainable: list[bool] | None = None
     steps: list[tuple[int, float]] | None = None
     truncated: bool = False
+    noises: list[tuple[int, NoiseSpec]] | None = None
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -146,11 +164,12 @@ class Sequence(msgspec.Struct, frozen=True):
 
 
 class NoiseSpec(msgspec.Struct, frozen=True):
-    """Noise of one version: `sigma` (in units of mean |w| when `relative`) and the seed of z."""
+    """Noise of one version: `sigma` (in units of mean |w| when `relative`), the seed of z, and the sum's dtype."""
 
     sigma: float
     seed: int
     relative: bool = False
+    dtype: str = "float32"
 
 
 class InitVersion(msgspec.Struct, frozen=True, tag=True):

@@ -90,7 +90,7 @@ class BaseModel:
         """Give the norms a version's noise inside the block."""
         norms = {name: self.causal.get_submodule(name) for name in self._norm_names}
         if spec is not None and spec.sigma:
-            noise = Noise(spec.sigma, spec.seed, spec.relative)
+            noise = Noise(spec.sigma, spec.seed, spec.relative, spec.dtype)
             for name, norm in norms.items():
                 norm.noise = scaled_noise(noise, name, norm.weight, unit_offset=self._unit_offset).to(self.device)
         try:
@@ -149,8 +149,10 @@ def _skeleton(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
+    # Torch's fused attention has no softcap, and transformers leaves Gemma 2's out there without a word.
+    attention = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     for name, module in list(model.named_modules()):
         buffers = set(module._buffers)
         if "embed_scale" in buffers:  # Gemma multiplies its embeddings by √d

@@ -1,7 +1,8 @@
-"""One training step: groups → packed micro-batches → gradients → AdamW → new state and what happened to each rollout.
+"""One training step: groups → packed micro-batches → gradients → optimiser → new state, and a result a rollout.
 
 A step makes one update, or several (`epochs` × `mini_batches`). What all of them refer to is computed before the first:
-the base's log-probabilities for a KL term, π_old's where there are several updates or a KL in the reward, advantages.
+the base's log-probabilities for a KL term, advantages, and π_old's log-probabilities where there are several updates,
+a KL in the reward, or a π_old with noise.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ from torch import Tensor
 from . import objectives, tally
 from .batch import Batch, Update, advantages_of, kl_penalties, make_batch, plan_updates
 from .checkpoint import AdapterState
+from .learning_rate import lr_at
 from .lora import bypassed
 from .messages import AlgorithmConfig, Group, OptimizerConfig, RolloutResult, TrainerConfig
 from .model import BaseModel
 from .objectives import TokenBatch
+from .optimizers import OPTIMIZERS, Masters
 from .packing import PrefixTree, TokenSequence, pack
 from .tally import Tally
 
 Report = Callable[[str, int, int], None]
-Masters = dict[str, torch.nn.Parameter]
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ def train_step(
     Where nothing has a gradient (no advantage, no KL in the loss, no entropy bonus) only metrics are computed, the
     optimiser is skipped and the weights stay the parent's. So too when the gradient is not finite (`nonfinite_grad`).
     """
+    optimizer = msgspec.structs.replace(config.optimizer, lr=lr_at(config.optimizer, step))
+    config = msgspec.structs.replace(config, optimizer=optimizer)
     load_weights(masters, state.weights)
     work = begin(model, config, groups, report)
     with work.clock("pack"):
@@ -138,7 +142,10 @@ def look_ahead(model: BaseModel, config: TrainerConfig, batch: Batch, clock: Clo
     if algorithm.kl_coef:
         with clock("reference"), bypassed(model.causal):
             reference = rollout_logprobs(model, batch.sequences, config, report)
-    if several or in_reward:
+    if algorithm.old_policy == "trainer_noisy":
+        with clock("forward"):
+            old = noisy_logprobs(model, batch, config, report)
+    elif several or in_reward:
         with clock("forward"):
             old = rollout_logprobs(model, batch.sequences, config, report)
     if in_reward and old is not None and reference is not None:
@@ -166,6 +173,19 @@ def rollout_logprobs(
     """Return the log-probabilities of each sequence's policy tokens under the loaded weights, on the CPU."""
     scores = token_logprobs(model, sequences, config.token_budget, config.temperature, report)
     return [torch.tensor(one, dtype=torch.float32) for one in scores]
+
+
+def noisy_logprobs(model: BaseModel, batch: Batch, config: TrainerConfig, report: Report) -> list[Tensor]:
+    """Return `rollout_logprobs` of a batch, each token's under the noise that it was sampled with."""
+    found = [torch.zeros(len(noises)) for noises in batch.noises]
+    for noise in dict.fromkeys(noise for noises in batch.noises for noise in noises):
+        members = [member for member, noises in enumerate(batch.noises) if noise in noises]
+        with model.noise(noise):
+            scores = rollout_logprobs(model, [batch.sequences[member] for member in members], config, report)
+        for member, score in zip(members, scores, strict=True):
+            own = torch.tensor([one == noise for one in batch.noises[member]])
+            found[member] = torch.where(own, score, found[member])
+    return found
 
 
 def token_logprobs(
@@ -252,35 +272,10 @@ def _take_update(
     unscale(masters, scale)
     norm = _clip(masters, config.max_grad_norm)
     if math.isfinite(norm):
-        state = _update(masters, state, config)
+        state = OPTIMIZERS[config.kind](masters, state, config)
     for master in masters.values():
         master.grad = None
     return norm, state
-
-
-def _update(masters: Masters, state: AdapterState, config: OptimizerConfig) -> AdapterState:
-    """Take one AdamW step from the state's moments and return the new state."""
-    optimizer = torch.optim.AdamW(
-        list(masters.values()),
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-    )
-    for name, master in masters.items():
-        optimizer.state[master] = {
-            "step": torch.tensor(float(state.updates)),
-            "exp_avg": state.first_moments[name].clone(),
-            "exp_avg_sq": state.second_moments[name].clone(),
-        }
-    optimizer.step()
-    return AdapterState(
-        weights={name: master.detach().clone() for name, master in masters.items()},
-        first_moments={name: optimizer.state[master]["exp_avg"] for name, master in masters.items()},
-        second_moments={name: optimizer.state[master]["exp_avg_sq"] for name, master in masters.items()},
-        updates=state.updates + 1,
-        step=state.step,
-    )
 
 
 def _gradient_metrics(norms: list[float], config: OptimizerConfig) -> dict[str, float]:

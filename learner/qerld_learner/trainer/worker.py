@@ -16,7 +16,7 @@ from typing import BinaryIO
 import msgspec
 import torch
 
-from . import aqn, checkpoint, lora, step
+from . import aqn, checkpoint, lora, optimizers, step
 from .checkpoint import AdapterState
 from .messages import (
     FRAME_HEADER,
@@ -156,6 +156,7 @@ def check_config(config: TrainerConfig) -> None:
         raise ConfigError(f"token_budget must be ≥ 1, got {config.token_budget}")
     if config.device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device is {config.device!r}, but PyTorch sees no GPU; use device 'cpu'")
+    optimizers.check(config.optimizer, config.device)
     if not 0 < config.optimizer.lr < float("inf"):
         raise ConfigError(f"optimizer.lr must be finite and > 0, got {config.optimizer.lr}")
     if not 0 <= config.optimizer.max_grad_norm < float("inf"):

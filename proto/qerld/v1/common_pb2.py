@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15qerld/v1/common.proto\x12\x08qerld.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"&\n\x06Policy\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\"6\n\x05Noise\x12\r\n\x05sigma\x18\x01 \x01(\x01\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x10\n\x08relative\x18\x03 \x01(\x08\"h\n\x04Span\x12\r\n\x05\x62\x65gin\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x1e\n\x05noise\x18\x04 \x01(\x0b\x32\x0f.qerld.v1.Noise\x12\x13\n\x0b\x65nvironment\x18\x05 \x01(\x08\"(\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"/\n\x08Messages\x12#\n\x08messages\x18\x01 \x03(\x0b\x32\x11.qerld.v1.Message\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x0f\"k\n\x06Prompt\x12&\n\x08messages\x18\x01 \x01(\x0b\x32\x12.qerld.v1.MessagesH\x00\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12!\n\x03ids\x18\x03 \x01(\x0b\x32\x12.qerld.v1.TokenIdsH\x00\x42\x06\n\x04\x66orm\"\xa0\x01\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x11\n\x04seed\x18\x03 \x01(\x04H\x02\x88\x01\x01\x12\x10\n\x08stop_ids\x18\x04 \x03(\x0f\x12\x14\n\x0cstop_strings\x18\x05 \x03(\tB\x0e\n\x0c_temperatureB\r\n\x0b_max_tokensB\x07\n\x05_seed\"\xf0\x03\n\x07Rollout\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x0b\n\x03run\x18\x03 \x01(\t\x12\r\n\x05index\x18\x04 \x01(\r\x12\"\n\x06prompt\x18\x05 \x01(\x0b\x32\x12.qerld.v1.TokenIds\x12&\n\ncompletion\x18\x06 \x01(\x0b\x32\x12.qerld.v1.TokenIds\x12\x10\n\x08logprobs\x18\x07 \x03(\x02\x12\x1d\n\x05spans\x18\x08 \x03(\x0b\x32\x0e.qerld.v1.Span\x12-\n\rfinish_reason\x18\t \x01(\x0e\x32\x16.qerld.v1.FinishReason\x12\x0c\n\x04text\x18\n \x01(\t\x12%\n\x05state\x18\x0b \x01(\x0e\x32\x16.qerld.v1.RolloutState\x12-\n\x06labels\x18\x0c \x03(\x0b\x32\x1d.qerld.v1.Rollout.LabelsEntry\x12/\n\x0b\x66inished_at\x18\r \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x33\n\x0freward_deadline\x18\x0e \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"-\n\x07Problem\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t*z\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03*\x7f\n\x0cRolloutState\x12\x1d\n\x19ROLLOUT_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16ROLLOUT_STATE_SAMPLING\x10\x01\x12\x1a\n\x16ROLLOUT_STATE_FINISHED\x10\x02\x12\x18\n\x14ROLLOUT_STATE_FAILED\x10\x03*`\n\x06\x41nswer\x12\x16\n\x12\x41NSWER_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x41NSWER_ACCEPTED\x10\x01\x12\x14\n\x10\x41NSWER_DUPLICATE\x10\x02\x12\x13\n\x0f\x41NSWER_REJECTED\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15qerld/v1/common.proto\x12\x08qerld.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"&\n\x06Policy\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\"[\n\x05Noise\x12\r\n\x05sigma\x18\x01 \x01(\x01\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x10\n\x08relative\x18\x03 \x01(\x08\x12#\n\x05\x64type\x18\x04 \x01(\x0e\x32\x14.qerld.v1.NoiseDtype\"h\n\x04Span\x12\r\n\x05\x62\x65gin\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x1e\n\x05noise\x18\x04 \x01(\x0b\x32\x0f.qerld.v1.Noise\x12\x13\n\x0b\x65nvironment\x18\x05 \x01(\x08\"(\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"/\n\x08Messages\x12#\n\x08messages\x18\x01 \x03(\x0b\x32\x11.qerld.v1.Message\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x0f\"k\n\x06Prompt\x12&\n\x08messages\x18\x01 \x01(\x0b\x32\x12.qerld.v1.MessagesH\x00\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12!\n\x03ids\x18\x03 \x01(\x0b\x32\x12.qerld.v1.TokenIdsH\x00\x42\x06\n\x04\x66orm\"\xa0\x01\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x11\n\x04seed\x18\x03 \x01(\x04H\x02\x88\x01\x01\x12\x10\n\x08stop_ids\x18\x04 \x03(\x0f\x12\x14\n\x0cstop_strings\x18\x05 \x03(\tB\x0e\n\x0c_temperatureB\r\n\x0b_max_tokensB\x07\n\x05_seed\"\xf0\x03\n\x07Rollout\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x0b\n\x03run\x18\x03 \x01(\t\x12\r\n\x05index\x18\x04 \x01(\r\x12\"\n\x06prompt\x18\x05 \x01(\x0b\x32\x12.qerld.v1.TokenIds\x12&\n\ncompletion\x18\x06 \x01(\x0b\x32\x12.qerld.v1.TokenIds\x12\x10\n\x08logprobs\x18\x07 \x03(\x02\x12\x1d\n\x05spans\x18\x08 \x03(\x0b\x32\x0e.qerld.v1.Span\x12-\n\rfinish_reason\x18\t \x01(\x0e\x32\x16.qerld.v1.FinishReason\x12\x0c\n\x04text\x18\n \x01(\t\x12%\n\x05state\x18\x0b \x01(\x0e\x32\x16.qerld.v1.RolloutState\x12-\n\x06labels\x18\x0c \x03(\x0b\x32\x1d.qerld.v1.Rollout.LabelsEntry\x12/\n\x0b\x66inished_at\x18\r \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x33\n\x0freward_deadline\x18\x0e \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"-\n\x07Problem\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t*\\\n\nNoiseDtype\x12\x1b\n\x17NOISE_DTYPE_UNSPECIFIED\x10\x00\x12\x17\n\x13NOISE_DTYPE_FLOAT32\x10\x01\x12\x18\n\x14NOISE_DTYPE_BFLOAT16\x10\x02*z\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03*\x7f\n\x0cRolloutState\x12\x1d\n\x19ROLLOUT_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16ROLLOUT_STATE_SAMPLING\x10\x01\x12\x1a\n\x16ROLLOUT_STATE_FINISHED\x10\x02\x12\x18\n\x14ROLLOUT_STATE_FAILED\x10\x03*`\n\x06\x41nswer\x12\x16\n\x12\x41NSWER_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x41NSWER_ACCEPTED\x10\x01\x12\x14\n\x10\x41NSWER_DUPLICATE\x10\x02\x12\x13\n\x0f\x41NSWER_REJECTED\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,32 +34,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ROLLOUT_LABELSENTRY']._loaded_options = None
   _globals['_ROLLOUT_LABELSENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=1204
-  _globals['_FINISHREASON']._serialized_end=1326
-  _globals['_ROLLOUTSTATE']._serialized_start=1328
-  _globals['_ROLLOUTSTATE']._serialized_end=1455
-  _globals['_ANSWER']._serialized_start=1457
-  _globals['_ANSWER']._serialized_end=1553
+  _globals['_NOISEDTYPE']._serialized_start=1241
+  _globals['_NOISEDTYPE']._serialized_end=1333
+  _globals['_FINISHREASON']._serialized_start=1335
+  _globals['_FINISHREASON']._serialized_end=1457
+  _globals['_ROLLOUTSTATE']._serialized_start=1459
+  _globals['_ROLLOUTSTATE']._serialized_end=1586
+  _globals['_ANSWER']._serialized_start=1588
+  _globals['_ANSWER']._serialized_end=1684
   _globals['_POLICY']._serialized_start=68
   _globals['_POLICY']._serialized_end=106
   _globals['_NOISE']._serialized_start=108
-  _globals['_NOISE']._serialized_end=162
-  _globals['_SPAN']._serialized_start=164
-  _globals['_SPAN']._serialized_end=268
-  _globals['_MESSAGE']._serialized_start=270
-  _globals['_MESSAGE']._serialized_end=310
-  _globals['_MESSAGES']._serialized_start=312
-  _globals['_MESSAGES']._serialized_end=359
-  _globals['_TOKENIDS']._serialized_start=361
-  _globals['_TOKENIDS']._serialized_end=384
-  _globals['_PROMPT']._serialized_start=386
-  _globals['_PROMPT']._serialized_end=493
-  _globals['_SAMPLING']._serialized_start=496
-  _globals['_SAMPLING']._serialized_end=656
-  _globals['_ROLLOUT']._serialized_start=659
-  _globals['_ROLLOUT']._serialized_end=1155
-  _globals['_ROLLOUT_LABELSENTRY']._serialized_start=1110
-  _globals['_ROLLOUT_LABELSENTRY']._serialized_end=1155
-  _globals['_PROBLEM']._serialized_start=1157
-  _globals['_PROBLEM']._serialized_end=1202
+  _globals['_NOISE']._serialized_end=199
+  _globals['_SPAN']._serialized_start=201
+  _globals['_SPAN']._serialized_end=305
+  _globals['_MESSAGE']._serialized_start=307
+  _globals['_MESSAGE']._serialized_end=347
+  _globals['_MESSAGES']._serialized_start=349
+  _globals['_MESSAGES']._serialized_end=396
+  _globals['_TOKENIDS']._serialized_start=398
+  _globals['_TOKENIDS']._serialized_end=421
+  _globals['_PROMPT']._serialized_start=423
+  _globals['_PROMPT']._serialized_end=530
+  _globals['_SAMPLING']._serialized_start=533
+  _globals['_SAMPLING']._serialized_end=693
+  _globals['_ROLLOUT']._serialized_start=696
+  _globals['_ROLLOUT']._serialized_end=1192
+  _globals['_ROLLOUT_LABELSENTRY']._serialized_start=1147
+  _globals['_ROLLOUT_LABELSENTRY']._serialized_end=1192
+  _globals['_PROBLEM']._serialized_start=1194
+  _globals['_PROBLEM']._serialized_end=1239
 # @@protoc_insertion_point(module_scope)

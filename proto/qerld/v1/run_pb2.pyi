@@ -150,6 +150,10 @@ class _OldPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OldPolicy.V
     """What sampled, by the policy server's log-probabilities. Not with a correction."""
     OLD_POLICY_TRAINER: _OldPolicy.ValueType  # 2
     """The version that the step starts from, by the trainer's log-probabilities. In the first update the ratio is 1."""
+    OLD_POLICY_TRAINER_NOISY: _OldPolicy.ValueType  # 3
+    """The same with the noise that each token was sampled under: the noisy policy, by the trainer's log-probabilities. What
+    noise does is then part of the ratio and its clips, from the first update on, and a correction is left with lag.
+    """
 
 class OldPolicy(_OldPolicy, metaclass=_OldPolicyEnumTypeWrapper):
     """OldPolicy is what the ratio is taken to."""
@@ -160,6 +164,10 @@ OLD_POLICY_BEHAVIOUR: OldPolicy.ValueType  # 1
 """What sampled, by the policy server's log-probabilities. Not with a correction."""
 OLD_POLICY_TRAINER: OldPolicy.ValueType  # 2
 """The version that the step starts from, by the trainer's log-probabilities. In the first update the ratio is 1."""
+OLD_POLICY_TRAINER_NOISY: OldPolicy.ValueType  # 3
+"""The same with the noise that each token was sampled under: the noisy policy, by the trainer's log-probabilities. What
+noise does is then part of the ratio and its clips, from the first update on, and a correction is left with lag.
+"""
 Global___OldPolicy: _TypeAlias = OldPolicy  # noqa: Y015
 
 class _LossClip:
@@ -348,6 +356,58 @@ MISMATCH_CORRECTION_GEOMETRIC_MASK: MismatchCorrection.ValueType  # 6
 """1, or 0 for a rollout whose geometric mean of w is outside mask_low to mask_high."""
 Global___MismatchCorrection: _TypeAlias = MismatchCorrection  # noqa: Y015
 
+class _OptimizerKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _OptimizerKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OptimizerKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    OPTIMIZER_KIND_UNSPECIFIED: _OptimizerKind.ValueType  # 0
+    """Default: OPTIMIZER_KIND_ADAMW."""
+    OPTIMIZER_KIND_ADAMW: _OptimizerKind.ValueType  # 1
+    """AdamW (arXiv 1711.05101) with moments in float32."""
+    OPTIMIZER_KIND_ADAMW_8BIT: _OptimizerKind.ValueType  # 2
+    """AdamW with moments in 8 bits (arXiv 2110.02861), by bitsandbytes; on a GPU only."""
+
+class OptimizerKind(_OptimizerKind, metaclass=_OptimizerKindEnumTypeWrapper):
+    """OptimizerKind is how a gradient becomes an update."""
+
+OPTIMIZER_KIND_UNSPECIFIED: OptimizerKind.ValueType  # 0
+"""Default: OPTIMIZER_KIND_ADAMW."""
+OPTIMIZER_KIND_ADAMW: OptimizerKind.ValueType  # 1
+"""AdamW (arXiv 1711.05101) with moments in float32."""
+OPTIMIZER_KIND_ADAMW_8BIT: OptimizerKind.ValueType  # 2
+"""AdamW with moments in 8 bits (arXiv 2110.02861), by bitsandbytes; on a GPU only."""
+Global___OptimizerKind: _TypeAlias = OptimizerKind  # noqa: Y015
+
+class _LearningRateSchedule:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _LearningRateScheduleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LearningRateSchedule.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    LEARNING_RATE_SCHEDULE_UNSPECIFIED: _LearningRateSchedule.ValueType  # 0
+    """Default: LEARNING_RATE_SCHEDULE_CONSTANT."""
+    LEARNING_RATE_SCHEDULE_CONSTANT: _LearningRateSchedule.ValueType  # 1
+    """Constant."""
+    LEARNING_RATE_SCHEDULE_LINEAR: _LearningRateSchedule.ValueType  # 2
+    """A straight line to final_learning_rate, reached one step after schedule_steps."""
+    LEARNING_RATE_SCHEDULE_COSINE: _LearningRateSchedule.ValueType  # 3
+    """Half a cosine to the same."""
+
+class LearningRateSchedule(_LearningRateSchedule, metaclass=_LearningRateScheduleEnumTypeWrapper):
+    """LearningRateSchedule is how the learning rate goes over the learner's steps after the warm-up."""
+
+LEARNING_RATE_SCHEDULE_UNSPECIFIED: LearningRateSchedule.ValueType  # 0
+"""Default: LEARNING_RATE_SCHEDULE_CONSTANT."""
+LEARNING_RATE_SCHEDULE_CONSTANT: LearningRateSchedule.ValueType  # 1
+"""Constant."""
+LEARNING_RATE_SCHEDULE_LINEAR: LearningRateSchedule.ValueType  # 2
+"""A straight line to final_learning_rate, reached one step after schedule_steps."""
+LEARNING_RATE_SCHEDULE_COSINE: LearningRateSchedule.ValueType  # 3
+"""Half a cosine to the same."""
+Global___LearningRateSchedule: _TypeAlias = LearningRateSchedule  # noqa: Y015
+
 class _NoiseSchedule:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -363,11 +423,11 @@ class _NoiseScheduleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_NoiseSc
     NOISE_SCHEDULE_EXPONENTIAL_PAPER: _NoiseSchedule.ValueType  # 3
     """Exponential as the paper's formula reads; the last stage stays above sigma_end."""
     NOISE_SCHEDULE_LINEAR: _NoiseSchedule.ValueType  # 4
-    """Linear. Not served yet."""
+    """Linear over the stages; the last one has sigma_end, here and below."""
     NOISE_SCHEDULE_COSINE: _NoiseSchedule.ValueType  # 5
-    """Cosine. Not served yet."""
+    """Half a cosine over the stages: slow at both ends."""
     NOISE_SCHEDULE_LOGARITHMIC: _NoiseSchedule.ValueType  # 6
-    """Logarithmic. Not served yet."""
+    """Logarithmic: falls fast, then ever more slowly."""
 
 class NoiseSchedule(_NoiseSchedule, metaclass=_NoiseScheduleEnumTypeWrapper):
     """NoiseSchedule is how sigma falls over the learner's steps."""
@@ -381,11 +441,11 @@ NOISE_SCHEDULE_EXPONENTIAL: NoiseSchedule.ValueType  # 2
 NOISE_SCHEDULE_EXPONENTIAL_PAPER: NoiseSchedule.ValueType  # 3
 """Exponential as the paper's formula reads; the last stage stays above sigma_end."""
 NOISE_SCHEDULE_LINEAR: NoiseSchedule.ValueType  # 4
-"""Linear. Not served yet."""
+"""Linear over the stages; the last one has sigma_end, here and below."""
 NOISE_SCHEDULE_COSINE: NoiseSchedule.ValueType  # 5
-"""Cosine. Not served yet."""
+"""Half a cosine over the stages: slow at both ends."""
 NOISE_SCHEDULE_LOGARITHMIC: NoiseSchedule.ValueType  # 6
-"""Logarithmic. Not served yet."""
+"""Logarithmic: falls fast, then ever more slowly."""
 Global___NoiseSchedule: _TypeAlias = NoiseSchedule  # noqa: Y015
 
 class _RunState:
@@ -429,10 +489,13 @@ class LoraConfig(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     ALPHA_FIELD_NUMBER: _builtins.int
     TARGET_MODULES_FIELD_NUMBER: _builtins.int
+    RSLORA_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     """Rank; 0 means 16."""
     alpha: _builtins.float
-    """Scale numerator (scale = alpha / rank), from 1e-3 to 1e5; 0 means 2 * rank."""
+    """Scale numerator, from 1e-3 to 1e5; 0 means that the scale is 2."""
+    rslora: _builtins.bool
+    """Whether the scale is alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732) instead of alpha / rank."""
     @_builtins.property
     def target_modules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Linear layers, by the last part of their name; empty means q, k, v, o, gate, up and down."""
@@ -443,10 +506,11 @@ class LoraConfig(_message.Message):
         rank: _builtins.int = ...,
         alpha: _builtins.float = ...,
         target_modules: _abc.Iterable[_builtins.str] | None = ...,
+        rslora: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "rank", b"rank", "target_modules", b"target_modules"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "rank", b"rank", "rslora", b"rslora", "target_modules", b"target_modules"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -610,8 +674,12 @@ class Optimizer(_message.Message):
     BETA2_FIELD_NUMBER: _builtins.int
     WEIGHT_DECAY_FIELD_NUMBER: _builtins.int
     MAX_GRAD_NORM_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    SCHEDULE_FIELD_NUMBER: _builtins.int
+    WARMUP_STEPS_FIELD_NUMBER: _builtins.int
+    FINAL_LEARNING_RATE_FIELD_NUMBER: _builtins.int
     learning_rate: _builtins.float
-    """Learning rate; 0 means 1e-5."""
+    """Learning rate after the warm-up; 0 means 1e-5."""
     beta1: _builtins.float
     """First-moment decay. Unset: 0.9."""
     beta2: _builtins.float
@@ -620,6 +688,14 @@ class Optimizer(_message.Message):
     """Decoupled weight decay."""
     max_grad_norm: _builtins.float
     """Largest gradient norm. Unset: 1. 0 means no clipping."""
+    kind: Global___OptimizerKind.ValueType
+    """Kind."""
+    schedule: Global___LearningRateSchedule.ValueType
+    """How the learning rate goes. All but CONSTANT need schedule_steps or max_steps."""
+    warmup_steps: _builtins.int
+    """Steps over which the learning rate rises from nearly 0, below schedule_steps."""
+    final_learning_rate: _builtins.float
+    """What the learning rate falls towards, at most learning_rate; the last value holds beyond schedule_steps."""
     def __init__(
         self,
         *,
@@ -628,10 +704,14 @@ class Optimizer(_message.Message):
         beta2: _builtins.float | None = ...,
         weight_decay: _builtins.float = ...,
         max_grad_norm: _builtins.float | None = ...,
+        kind: Global___OptimizerKind.ValueType = ...,
+        schedule: Global___LearningRateSchedule.ValueType = ...,
+        warmup_steps: _builtins.int = ...,
+        final_learning_rate: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_max_grad_norm", b"_max_grad_norm", "beta1", b"beta1", "beta2", b"beta2", "max_grad_norm", b"max_grad_norm"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_max_grad_norm", b"_max_grad_norm", "beta1", b"beta1", "beta2", b"beta2", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "weight_decay", b"weight_decay"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_max_grad_norm", b"_max_grad_norm", "beta1", b"beta1", "beta2", b"beta2", "final_learning_rate", b"final_learning_rate", "kind", b"kind", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "schedule", b"schedule", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__beta1: _TypeAlias = _typing.Literal["beta1"]  # noqa: Y015
     _WhichOneofArgType__beta1: _TypeAlias = _typing.Literal["_beta1", b"_beta1"]  # noqa: Y015
@@ -659,6 +739,7 @@ class AdaptiveNoise(_message.Message):
     SIGMA_END_FIELD_NUMBER: _builtins.int
     STAGES_FIELD_NUMBER: _builtins.int
     RELATIVE_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
     schedule: Global___NoiseSchedule.ValueType
     """Schedule."""
     sigma_start: _builtins.float
@@ -669,6 +750,8 @@ class AdaptiveNoise(_message.Message):
     """Stages, the first without noise; 0 means 10."""
     relative: _builtins.bool
     """Whether sigma is in units of each norm's mean |w|."""
+    dtype: _common_pb2.NoiseDtype.ValueType
+    """Number format in which it is added."""
     def __init__(
         self,
         *,
@@ -677,10 +760,11 @@ class AdaptiveNoise(_message.Message):
         sigma_end: _builtins.float = ...,
         stages: _builtins.int = ...,
         relative: _builtins.bool = ...,
+        dtype: _common_pb2.NoiseDtype.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["relative", b"relative", "schedule", b"schedule", "sigma_end", b"sigma_end", "sigma_start", b"sigma_start", "stages", b"stages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "relative", b"relative", "schedule", b"schedule", "sigma_end", b"sigma_end", "sigma_start", b"sigma_start", "stages", b"stages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -783,6 +867,7 @@ class RunConfig(_message.Message):
     REWARD_DEADLINE_FIELD_NUMBER: _builtins.int
     DROP_ZERO_VARIANCE_FIELD_NUMBER: _builtins.int
     CANARY_TOLERANCE_FIELD_NUMBER: _builtins.int
+    MAX_SAMPLING_ROUNDS_FIELD_NUMBER: _builtins.int
     EVALUATION_FIELD_NUMBER: _builtins.int
     group_size: _builtins.int
     """Rollouts a group; 0 means 8. 1 needs ADVANTAGE_ESTIMATOR_BATCH_NORM and drop_zero_variance = false."""
@@ -795,7 +880,9 @@ class RunConfig(_message.Message):
     max_lag: _builtins.int
     """Largest lag (learner version minus the version that made a token) of a group that trains. Unset: 2."""
     schedule_steps: _builtins.int
-    """Steps over which schedules run; 0 means max_steps, and without it 1000."""
+    """Steps over which schedules run; 0 means max_steps. Schedules of noise and learning rate need one of
+    the two.
+    """
     max_steps: _builtins.int
     """Training stops after this many steps; 0 means never."""
     seed: _builtins.int
@@ -804,6 +891,11 @@ class RunConfig(_message.Message):
     """Whether groups whose rewards are all equal are dropped. Unset: the algorithm's preset's, or true."""
     canary_tolerance: _builtins.float
     """Largest mean |difference| of log-probabilities that the canary allows. Unset: 1e-3 in float32, 0.25 in bfloat16, 0.05 in float16."""
+    max_sampling_rounds: _builtins.int
+    """Dynamic sampling: how many rounds of groups_per_step groups a batch may take because groups of equal rewards are
+    dropped. After them the step is taken with the groups that there are; without any, the run is paused and says so. 0: no
+    limit.
+    """
     @_builtins.property
     def lora(self) -> Global___LoraConfig:
         """Shape of the adapter."""
@@ -846,11 +938,12 @@ class RunConfig(_message.Message):
         reward_deadline: _duration_pb2.Duration | None = ...,
         drop_zero_variance: _builtins.bool | None = ...,
         canary_tolerance: _builtins.float | None = ...,
+        max_sampling_rounds: _builtins.int = ...,
         evaluation: Global___HeldOutEvaluation | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_canary_tolerance", b"_canary_tolerance", "_drop_zero_variance", b"_drop_zero_variance", "_max_lag", b"_max_lag", "_temperature", b"_temperature", "algorithm", b"algorithm", "canary_tolerance", b"canary_tolerance", "drop_zero_variance", b"drop_zero_variance", "evaluation", b"evaluation", "lora", b"lora", "max_lag", b"max_lag", "noise", b"noise", "optimizer", b"optimizer", "reward_deadline", b"reward_deadline", "temperature", b"temperature"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_canary_tolerance", b"_canary_tolerance", "_drop_zero_variance", b"_drop_zero_variance", "_max_lag", b"_max_lag", "_temperature", b"_temperature", "algorithm", b"algorithm", "canary_tolerance", b"canary_tolerance", "drop_zero_variance", b"drop_zero_variance", "evaluation", b"evaluation", "group_size", b"group_size", "groups_per_step", b"groups_per_step", "lora", b"lora", "max_lag", b"max_lag", "max_steps", b"max_steps", "max_tokens", b"max_tokens", "noise", b"noise", "optimizer", b"optimizer", "reward_deadline", b"reward_deadline", "schedule_steps", b"schedule_steps", "seed", b"seed", "temperature", b"temperature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_canary_tolerance", b"_canary_tolerance", "_drop_zero_variance", b"_drop_zero_variance", "_max_lag", b"_max_lag", "_temperature", b"_temperature", "algorithm", b"algorithm", "canary_tolerance", b"canary_tolerance", "drop_zero_variance", b"drop_zero_variance", "evaluation", b"evaluation", "group_size", b"group_size", "groups_per_step", b"groups_per_step", "lora", b"lora", "max_lag", b"max_lag", "max_sampling_rounds", b"max_sampling_rounds", "max_steps", b"max_steps", "max_tokens", b"max_tokens", "noise", b"noise", "optimizer", b"optimizer", "reward_deadline", b"reward_deadline", "schedule_steps", b"schedule_steps", "seed", b"seed", "temperature", b"temperature"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__canary_tolerance: _TypeAlias = _typing.Literal["canary_tolerance"]  # noqa: Y015
     _WhichOneofArgType__canary_tolerance: _TypeAlias = _typing.Literal["_canary_tolerance", b"_canary_tolerance"]  # noqa: Y015
