@@ -35,7 +35,6 @@ from .records import (
     OutcomeAnswer,
     PromptSpec,
     Receipt,
-    ReplicaHello,
     RolloutRecord,
     RunConfig,
     RunRecord,
@@ -45,6 +44,7 @@ from .records import (
     TrajectorySpec,
     VersionRecord,
 )
+from .replica_records import ReplicaHello
 from .replicas import ReplicaInfo, ReplicaPool, ReplicaSession, check_hello
 from .run_options import check_run_config
 from .sampler import Sampler

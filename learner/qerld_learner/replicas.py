@@ -12,7 +12,8 @@ import grpc
 from qerld.v1 import common_pb2, replica_pb2, replica_pb2_grpc
 
 from .errors import PreconditionError
-from .records import DesiredState, DesiredVersion, FinishReason, NoiseRecord, ReplicaHello, ReplicaReport, SamplingSpec
+from .records import FinishReason, NoiseRecord, SamplingSpec
+from .replica_records import DesiredState, DesiredVersion, ReplicaHello, ReplicaReport
 from .signals import Signal
 
 MESSAGE_LIMIT = 64 << 20

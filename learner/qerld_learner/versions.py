@@ -15,7 +15,8 @@ from sqlalchemy import Connection
 
 from .errors import NotFoundError, StoreError
 from .groups import lag
-from .records import DesiredVersion, GroupState, VersionRecord, VersionState
+from .records import GroupState, VersionRecord, VersionState
+from .replica_records import DesiredVersion
 from .shared import Shared
 from .store import runs
 from .store.rollouts import group_versions

@@ -12,20 +12,18 @@ from pathlib import Path
 import pytest_asyncio
 from qerld_learner.core import Learner, LearnerOptions
 from qerld_learner.records import (
-    AdapterStatus,
     FinishReason,
     GroupRecord,
     Outcome,
     OutcomeAnswer,
     OutcomeKind,
     PromptSpec,
-    ReplicaHello,
-    ReplicaReport,
     RunConfig,
     SamplingSpec,
     SegmentSpec,
     TrajectorySpec,
 )
+from qerld_learner.replica_records import AdapterStatus, ReplicaHello, ReplicaReport
 
 PROMPT_IDS = (5, 6, 7, 8)
 

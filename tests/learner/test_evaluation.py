@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from qerld_learner.core import Learner
 from qerld_learner.held_out import due
-from qerld_learner.records import DesiredVersion, HeldOutConfig, NoiseRecord, VersionRecord, VersionState
+from qerld_learner.records import HeldOutConfig, NoiseRecord, VersionRecord, VersionState
+from qerld_learner.replica_records import DesiredVersion
 from qerld_learner.replicas import ReplicaPool
 from qerld_learner.versions import collectable
 

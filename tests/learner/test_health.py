@@ -14,7 +14,7 @@ from qerld_learner.api.service import Service
 from qerld_learner.api.streams import Streams
 from qerld_learner.core import Learner
 from qerld_learner.metrics import REPLICA_STATES, LearnerMetrics
-from qerld_learner.records import AdapterStatus
+from qerld_learner.replica_records import AdapterStatus
 from qerld_learner.replicas import ReplicaSession
 from qerld_learner.store import rows, runs, schema
 from qerld_learner.tokens import PromptTokenizer

@@ -14,14 +14,11 @@ from qerld_learner.core import Learner
 from qerld_learner.groups import Closing, Member, Verdict
 from qerld_learner.promotion import fitting
 from qerld_learner.records import (
-    AdapterStatus,
     Answer,
     GroupState,
     NoiseRecord,
     OutcomeKind,
     ReceiptState,
-    ReplicaHello,
-    ReplicaReport,
     RolloutRecord,
     RolloutState,
     RunRecord,
@@ -30,6 +27,7 @@ from qerld_learner.records import (
     VersionRecord,
     VersionState,
 )
+from qerld_learner.replica_records import AdapterStatus, ReplicaHello, ReplicaReport
 from qerld_learner.replicas import Replica
 from qerld_learner.scoring import behaviour_gap, mean_gap, policy_logprobs, trainer_scores
 from qerld_learner.store import Store, rewards, rows, runs, steps

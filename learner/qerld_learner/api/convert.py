@@ -12,7 +12,7 @@ from typing import Any
 from google.protobuf.timestamp_pb2 import Timestamp
 from qerld.v1 import common_pb2, policy_pb2, replica_pb2, reward_pb2, rollout_pb2, run_pb2
 
-from qerld_learner import records
+from qerld_learner import records, replica_records
 from qerld_learner.leases import Lease
 from qerld_learner.replicas import ReplicaInfo
 
@@ -310,7 +310,7 @@ def replica(record: ReplicaInfo) -> run_pb2.Replica:
     )
 
 
-def desired_state(record: records.DesiredState) -> replica_pb2.DesiredState:
+def desired_state(record: replica_records.DesiredState) -> replica_pb2.DesiredState:
     versions = [
         replica_pb2.DesiredVersion(
             policy=common_pb2.Policy(run=item.run, version=item.version),

@@ -13,7 +13,7 @@ from typing import Any
 
 from qerld.v1 import common_pb2, replica_pb2, reward_pb2, rollout_pb2
 
-from qerld_learner import records
+from qerld_learner import records, replica_records
 from qerld_learner.api.checks import MAX_GROUP_SIZE, MAX_LABEL_KEY, MAX_ROLLOUT_ID, MAX_SEED, Checks
 from qerld_learner.errors import InvalidRequestError
 from qerld_learner.groups import least_group
@@ -293,7 +293,7 @@ def _said(message: reward_pb2.Outcome) -> tuple[records.OutcomeKind, tuple[float
             return records.OutcomeKind.ABSTENTION, (), message.abstention.reason[:1000]
 
 
-def replica_hello(message: replica_pb2.Hello) -> records.ReplicaHello:
+def replica_hello(message: replica_pb2.Hello) -> replica_records.ReplicaHello:
     """Return a policy server's introduction."""
     checks = Checks()
     checks.required("hello.replica_id", message.replica_id, "draw a fresh one at each start")
@@ -302,7 +302,7 @@ def replica_hello(message: replica_pb2.Hello) -> records.ReplicaHello:
         limit = f"must be at least 2, got {message.max_model_len}"
         checks.add("hello.max_model_len", f"{limit}; it is the largest prompt and completion together")
     checks.done()
-    return records.ReplicaHello(
+    return replica_records.ReplicaHello(
         replica_id=message.replica_id,
         endpoint=message.endpoint,
         base_sha256=message.base_sha256,
@@ -316,10 +316,10 @@ def replica_hello(message: replica_pb2.Hello) -> records.ReplicaHello:
     )
 
 
-def replica_report(message: replica_pb2.ReplicaState) -> records.ReplicaReport:
+def replica_report(message: replica_pb2.ReplicaState) -> replica_records.ReplicaReport:
     """Return what a policy server has now."""
     adapters = tuple(
-        records.AdapterStatus(
+        replica_records.AdapterStatus(
             run=item.policy.run,
             version=item.policy.version,
             serving=item.serving,
@@ -331,4 +331,4 @@ def replica_report(message: replica_pb2.ReplicaState) -> records.ReplicaReport:
         )
         for item in message.adapters
     )
-    return records.ReplicaReport(adapters, message.generation, message.reconciled, message.error)
+    return replica_records.ReplicaReport(adapters, message.generation, message.reconciled, message.error)
