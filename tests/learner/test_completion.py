@@ -21,7 +21,7 @@ async def finish(learner: Learner, run: str) -> None:
 
     await until(staged)
     version, _folder = await learner._shared.store.read(lambda connection: runs.find_version(connection, run, 1))
-    await Promotion(learner._shared, run)._go_live(version, {}, 0.0)
+    await Promotion(learner._shared, run)._go_live(version, {}, {})
 
 
 async def test_completion_closes_what_was_sampled_ahead(learner: Learner) -> None:

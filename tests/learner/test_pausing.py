@@ -92,7 +92,7 @@ async def test_a_paused_run_promotes_nothing_whatever_servers_report(learner: Le
         with pytest.raises(NotRunningError):
             await promotion.promote(staged, shared.options.state_dir / folder, [])
         with pytest.raises(NotRunningError):
-            await promotion._go_live(staged, {}, 0.0)
+            await promotion._go_live(staged, {}, {})
         assert (await learner.get_version(run, 1)).state is VersionState.STAGED
         assert (await learner.get_version(run)).version == 0
         await learner.resume_run(run, new_id(), "h")
