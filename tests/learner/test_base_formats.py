@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from qerld_kernels.formats import FORMATS
@@ -45,12 +46,14 @@ async def loop(request: pytest.FixtureRequest, tiny_model: tuple[Path, Path], tm
 async def test_the_loop_learns_on_the_base(loop: Loop) -> None:
     learner = loop.learner
     noise = {"noise_schedule": "exponential", "sigma_start": 0.05, "sigma_end": 0.01, "noise_stages": 3}
-    run = await new_run(learner, **noise, schedule_steps=8, max_steps=8, learning_rate=1e-2)
+    more = {"schedule_steps": 24, "max_steps": 24, "learning_rate": 2e-2, "group_size": 8, "groups_per_step": 4}
+    run = await new_run(learner, **noise, **more)
     async with loop.policy():
-        reports = await train(learner, run, 8)
+        reports = await train(learner, run, 24)
     assert all(report.metrics["logprob_gap"] < 1e-3 for report in reports), "server and trainer have the same weights"
     assert all(report.metrics["behaviour_gap"] < 1e-3 for report in reports)
     rewards = [report.metrics["reward_mean"] for report in reports]
-    assert sum(rewards[4:]) > sum(rewards[:4])
+    # Even tokens of eight; over 32 rollouts a step's mean has a standard error of a quarter.
+    assert fmean(rewards[-8:]) > fmean(rewards[:4]) + 0.5
     record = await learner.get_run(run)
-    assert (record.state, record.live_version) == (RunState.COMPLETED, 8)
+    assert (record.state, record.live_version) == (RunState.COMPLETED, 24)
