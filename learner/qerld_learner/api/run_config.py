@@ -12,9 +12,7 @@ from qerld_eval import INSTRUCTION
 from qerld_learner.api.checks import MAX_SEED, Checks
 from qerld_learner.api.convert import ALGORITHM, ALGORITHM_NUMBERS
 from qerld_learner.records import HeldOutConfig, RunConfig
-from qerld_learner.trainer.algorithm import MASKS, PRESETS
-
-LEAVE = "leave it unset for the default"
+from qerld_learner.trainer.algorithm import LEAVE, MASKS, PRESETS
 
 
 def _name(checks: Checks, wrapper: Any, prefix: str, number: int, default: str, field: str) -> str:
