@@ -9,6 +9,7 @@ from .errors import Violation
 from .options import LearnerOptions
 from .records import HeldOutConfig, NoiseRecord, RunConfig
 from .trainer import algorithm, aqn, learning_rate
+from .trainer.algorithm import LEAVE
 from .trainer.messages import AlgorithmConfig, AqnConfig, LoraShape, OptimizerConfig, TrainerConfig
 
 # bf16: both sides round their activations. Correct servers differed by 0.02 to 0.04 on average and by up to 0.21 on the
@@ -117,7 +118,7 @@ def _algorithm(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 def _modules(names: Sequence[str]) -> Iterator[tuple[str, str]]:
     if not 1 <= len(names) <= MAX_MODULES:
-        yield "lora.target_modules", f"must name 1 to {MAX_MODULES} linear layers, got {len(names)}; {algorithm.LEAVE}"
+        yield "lora.target_modules", f"must name 1 to {MAX_MODULES} linear layers, got {len(names)}; {LEAVE}"
     longest = max(map(len, names), default=0)
     if longest > MAX_MODULE_NAME:
         limit = f"names must have at most {MAX_MODULE_NAME} characters, got {longest}"
@@ -146,9 +147,9 @@ def _numbers(config: RunConfig) -> Iterator[tuple[str, str]]:
         ("canary_tolerance", canary_tolerance(config, "float32"), 0, 1e3),
     ):
         if not low <= value <= high:
-            yield field, f"must be in [{low}, {high}], got {value}; {algorithm.LEAVE}"
+            yield field, f"must be in [{low}, {high}], got {value}; {LEAVE}"
     if not (config.reward_deadline > 0 and math.isfinite(config.reward_deadline)):
-        yield "reward_deadline", f"must be finite and > 0, got {config.reward_deadline}; {algorithm.LEAVE}"
+        yield "reward_deadline", f"must be finite and > 0, got {config.reward_deadline}; {LEAVE}"
 
 
 def _names(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -171,7 +172,7 @@ def _evaluation(held_out: HeldOutConfig) -> Iterator[tuple[str, str]]:
         ("max_tokens", held_out.max_tokens, 1, 1 << 20),
     ):
         if not low <= value <= high:
-            yield f"evaluation.{field}", f"must be in [{low}, {high}], got {value}; {algorithm.LEAVE}"
+            yield f"evaluation.{field}", f"must be in [{low}, {high}], got {value}; {LEAVE}"
     if not held_out.file:
         yield "evaluation.file", "must name a file in the learner's evaluation_dir; or leave evaluation unset for none"
     if held_out.greedy and held_out.samples > 1:
@@ -192,7 +193,7 @@ def _noise(config: RunConfig) -> Iterator[tuple[str, str]]:
     if noisy and config.noise_stages < 2:
         yield (
             "noise.stages",
-            f"must be at least 2 (the first has no noise), got {config.noise_stages}; {algorithm.LEAVE}",
+            f"must be at least 2 (the first has no noise), got {config.noise_stages}; {LEAVE}",
         )
 
 
