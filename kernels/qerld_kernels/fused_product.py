@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from qerld_kernels.dependent_launch import gluon_wait_for_the_kernel_before
-from qerld_kernels.jit import INTERPRETED, compute_capability, gl, gluon_jit, hopper
+from qerld_kernels.jit import INTERPRETED, compute_capability, copy_tile, gl, gluon_jit, hopper
 from qerld_kernels.lora import three
 from qerld_kernels.low_rank import (
     LOW_COLUMNS,
@@ -51,8 +51,6 @@ if hopper is not None:
 
     mbarrier, fence_async_shared = hopper.mbarrier, hopper.fence_async_shared
     warpgroup_mma, warpgroup_mma_wait = hopper.warpgroup_mma, hopper.warpgroup_mma_wait
-    # Named so since Triton 3.9.
-    copy_tile = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
 
 __all__ = ["Plan", "can_fuse", "fused_product"]
 

@@ -23,9 +23,13 @@ try:
     from triton.experimental.gluon.language.nvidia import hopper
 except ImportError:  # no Triton, or one before Gluon knew Hopper
     gluon = gl = hopper = None
+copy_tile: Any = None
+"""A TMA copy into shared memory."""
+if hopper is not None:  # named so since Triton 3.9
+    copy_tile = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
 
 __all__ = [
-    "INTERPRETED", "can_launch", "compute_capability", "constant", "gl", "gluon", "gluon_jit", "hopper", "jit",
+    "INTERPRETED", "can_launch", "compute_capability", "constant", "copy_tile", "gl", "gluon", "gluon_jit", "hopper", "jit",
     "next_power_of_2", "tl", "triton",
 ]  # fmt: skip
 

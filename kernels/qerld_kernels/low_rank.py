@@ -19,12 +19,10 @@ import torch
 from torch import Tensor
 
 from qerld_kernels.dependent_launch import gluon_wait_for_the_kernel_before
-from qerld_kernels.jit import constant, gl, gluon_jit, hopper
+from qerld_kernels.jit import constant, copy_tile, gl, gluon_jit, hopper
 
 if hopper is not None:
     mbarrier, warpgroup_mma, warpgroup_mma_wait = hopper.mbarrier, hopper.warpgroup_mma, hopper.warpgroup_mma_wait
-    # Named so since Triton 3.9.
-    copy_tile = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
 
 __all__ = [
     "LOW_COLUMNS", "NO_SLICES", "READY", "STRIDE", "Adapters", "Sharing", "Slices", "await_warps", "counters_for",

@@ -6,13 +6,11 @@ A · x the right one, through the ring. B must be finite: 0 · ∞ would reach t
 
 from __future__ import annotations
 
-from qerld_kernels.jit import gl, gluon_jit, hopper
+from qerld_kernels.jit import copy_tile, gl, gluon_jit, hopper
 from qerld_kernels.low_rank import READY, STRIDE, await_warps, piece_of
 
 if hopper is not None:
     mbarrier, warpgroup_mma, warpgroup_mma_wait = hopper.mbarrier, hopper.warpgroup_mma, hopper.warpgroup_mma_wait
-    # Named so since Triton 3.9.
-    copy_tile = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
 
 __all__ = ["add_lora", "first_of_b", "load_low"]
 
