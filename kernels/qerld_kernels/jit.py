@@ -29,8 +29,8 @@ if hopper is not None:  # named so since Triton 3.9
     copy_tile = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
 
 __all__ = [
-    "INTERPRETED", "can_launch", "compute_capability", "constant", "copy_tile", "gl", "gluon", "gluon_jit", "hopper", "jit",
-    "next_power_of_2", "tl", "triton",
+    "INTERPRETED", "can_launch", "compute_capability", "constant", "copy_tile", "gl", "gluon", "gluon_jit", "hopper",
+    "jit", "next_power_of_2", "tl", "triton",
 ]  # fmt: skip
 
 INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
